@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
-from labkit.analysis.guessable import FIGURES
+from labkit.analysis.guess import FIGURES
 from labkit.common.arguments import check_flag, check_path, check_type
 from labkit.figures.advice import Advised
 from labkit.figures.atlas import Atlas

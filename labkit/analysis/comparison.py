@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from labkit.analysis.efficiency import efficiency
 from labkit.analysis.equivalence import REFERENCE, Badge, badge, training
-from labkit.analysis.guessable import SPEEDUP
-from labkit.analysis.metrics import phase_shares, training_time
+from labkit.analysis.guess import SPEEDUP
+from labkit.analysis.metrics import efficiency, phase_shares, training_time
 from labkit.analysis.summary import summarise
 from labkit.common.units import size
 from labkit.plan.spec import SpecError

@@ -1,36 +1,31 @@
-"""The figures of speed: one definition of each, for the summary, comparison, claims, charts, findings and front ends.
-
-**Which steps count.** The first step of an attempt is warm-up: it builds buckets, caches, kernels and optimizer state,
-and can take many times as long as the others. It counts in no figure. Steps before a restart do not count either:
-figures are those of the newest attempt, like the step of a run. Until its second step, a rank has no figure of speed.
-
-**Which of them.** A figure is of all these steps, or, with `now`, of the newest `RECENT` ones while the run is under
-way: the front ends show what happens now, and findings judge it. Once the run is over, both are the same. While it is
-under way, medians and percentiles of more than 2,000 steps are estimated from about 1,000 evenly spaced ones, because
-charts are redrawn several times per second; afterwards they are exact, up to a million steps.
-
-**Median or mean.** The time of a step and of its phases is a median, because a few steps take longer for another
-reason, such as a profile or a checkpoint. Throughput is samples / seconds over these steps, in which every second
-counts. An evaluation belongs to no step: only `training_time` and `pace` contain it.
-"""
+"""Every derived figure of speed, once: throughput, percentiles, efficiency, and the load of experts."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy
 
-from labkit.record.documents import ReplicaFigures
+from labkit.analysis.theory.states import SIX_ND, tokens_of_a_sample
+from labkit.common.units import significant
+from labkit.plan.spec import Spec
+from labkit.record.documents import Plan, ReplicaFigures
 from labkit.record.events import ReplicaMeasured
 from labkit.record.ranks import RankState
-from labkit.record.state import per_revision
+from labkit.record.state import RunState, per_revision
 from labkit.record.writer import PHASES
 
 if TYPE_CHECKING:
     from labkit.record.state import RunState
     from labkit.record.steps import Column
+
+
+# ---- the figures of speed
+
 
 WARM_UP = 1  # first steps of an attempt that count in no figure
 RECENT = 50  # newest steps that show what happens now
@@ -245,3 +240,132 @@ def replica_figures(state: RunState) -> list[ReplicaFigures]:
     if figures:
         figures[0].extra = state.in_threads[-1].extra
     return figures
+
+
+# ---- what the speed of a run means for its devices
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Per second: samples and tokens of all ranks, model FLOPs of a device; and MFU. Unknown values are None, and
+    `mfu_missing` says why FLOP/s or MFU are; it is empty if they are known, and until the speed is."""
+
+    samples_per_second: float | None
+    tokens_per_second: float | None
+    flops_per_device: float | None
+    mfu: float | None
+    mfu_missing: str
+
+    @property
+    def words(self) -> list[str]:
+        """Those that are known: `1,650 samples/s`, `211,200 tokens/s`, `0.0512 TFLOP/s per device`, `MFU 31.0 %`."""
+        found = []
+        if self.samples_per_second is not None:
+            found.append(f"{self.samples_per_second:,.0f} samples/s")
+        if self.tokens_per_second is not None:
+            found.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        return found + ([f"{each} per device" for each in (self.computed,) if each])
+
+    @property
+    def computed(self) -> str:
+        """`0.0512 TFLOP/s, MFU 31.0 %`; empty if unknown."""
+        if self.flops_per_device is None:
+            return ""
+        said = f"{significant(self.flops_per_device / 1e12)} TFLOP/s"
+        return said + (f", MFU {100 * self.mfu:.1f} %" if self.mfu is not None else "")
+
+
+@per_revision
+def efficiency(state: RunState, now: bool = False) -> Efficiency:
+    """Of a run, as measured; with `now`, over the newest steps as in `metrics`."""
+    steps = [step_seconds(state, number, now) for number in state.ranks]
+    slowest = max((one for one in steps if one), default=None) if None not in steps else None
+    return _efficiency(state.asked, state.prediction, throughput(state, now), slowest)
+
+
+def predicted_efficiency(plan: Plan, spec: Spec | None) -> Efficiency:
+    """Of the prediction of a Spec; nothing is known without the time of a step."""
+    time = plan.time
+    speed, seconds = (time.samples_per_second, time.seconds) if time else (None, None)
+    return _efficiency(spec, plan, speed, seconds)
+
+
+def _efficiency(spec: Spec | None, plan: Plan | None, speed: float | None, seconds: float | None) -> Efficiency:
+    each = tokens_of_a_sample(spec) if spec else None
+    tokens = speed * each if speed is not None and each else None
+    if not seconds:
+        return Efficiency(speed, tokens, None, None, "")
+    if plan is None or plan.model_flops is None:
+        return Efficiency(speed, tokens, None, None, f"FLOP/s are not known: {_without_flops(plan)}")
+    flops = plan.model_flops / seconds / (plan.spec.nproc or 1)
+    peak = plan.peak
+    if peak is None or not peak.flops:
+        why = peak.source if peak else "the prediction has no peak of the device"
+        return Efficiency(speed, tokens, flops, None, f"MFU is not known: {why}")
+    return Efficiency(speed, tokens, flops, flops / peak.flops, "")
+
+
+def _without_flops(plan: Plan | None) -> str:
+    if plan is None:
+        return "they are counted by a prediction, and the run has none; predict it before it runs"
+    is_traced = plan.method == "simulated"
+    return "the prediction is of an earlier version" if is_traced else "the script could not be traced"
+
+
+# ---- the run in words
+
+
+def against_prediction(state: RunState, plan: Plan) -> list[str]:
+    """Model FLOP/s and MFU, measured and predicted, and the peak or why it is not known; none without FLOPs."""
+    measured, predicted = efficiency(state), predicted_efficiency(plan, state.asked)
+    if not measured.computed:
+        return []
+    against = f"; {predicted.computed} was predicted" if predicted.computed else ""
+    peak = measured.mfu_missing or (f"Peak: {plan.peak.source}" if plan.peak else "")
+    return [f"Per device, {measured.computed} was measured{against}. {peak}."]
+
+
+def flops_in_words(plan: Plan) -> str:
+    """The model FLOPs of a step, what the ranks execute, and the textbook's estimate."""
+    count = plan.model_flops
+    if not count:
+        return ""
+    executed = sum(rank.flops or 0 for rank in plan.ranks)
+    again = sum(rank.recomputed_flops or 0 for rank in plan.ranks)
+    said = f"Model FLOPs of a step: {_gflop(count)}; all ranks execute {_gflop(executed)}"
+    said += f", of which {_gflop(again)} recompute" if again else ""
+    estimate = plan.six_nd
+    said += f". 6ND: {_gflop(estimate)} ({estimate / count - 1:+.0%}), {SIX_ND}" if estimate else ""
+    missing = predicted_efficiency(plan, plan.spec.to_spec()).mfu_missing
+    return ". ".join(filter(None, (said, missing))) + "."
+
+
+def _gflop(count: float) -> str:
+    return f"{significant(count / 1e9)} GFLOP"
+
+
+# ---- the load of experts
+
+
+_NAME = re.compile(r"(?:experts\.)?expert (\d{1,4})")  # the metrics of the event `experts`
+
+
+@per_revision
+def expert_loads(state: RunState) -> tuple[int, dict[int, dict[int, float]]]:
+    """The newest step that every rank with experts has logged, and in it the choices of each expert by rank and number
+    of the expert, over all layers; (0, {}) if none was logged."""
+    found: dict[int, dict[int, dict[int, float]]] = {}  # by step, rank and expert
+    for metric in state.metrics:
+        match = _NAME.fullmatch(str(metric.name))
+        step, rank, value = metric.step, metric.rank, metric.value
+        if match and isinstance(value, (int, float)) and step is not None and rank is not None and value >= 0:
+            found.setdefault(int(step), {}).setdefault(rank, {})[int(match[1])] = float(value)
+    most = max((len(ranks) for ranks in found.values()), default=0)
+    step = max((step for step, ranks in found.items() if len(ranks) == most), default=0)
+    return step, found.get(step, {})
+
+
+def summed(loads: dict[int, dict[int, float]]) -> dict[int, float]:
+    """The choices of each expert by all ranks, by number of the expert."""
+    numbers = sorted({number for experts in loads.values() for number in experts})
+    return {number: sum(experts.get(number, 0.0) for experts in loads.values()) for number in numbers}

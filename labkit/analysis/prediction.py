@@ -6,8 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from labkit.analysis.efficiency import against_prediction, flops_in_words, predicted_efficiency
-from labkit.analysis.metrics import phase_seconds, step_seconds
+from labkit.analysis.metrics import (
+    against_prediction,
+    flops_in_words,
+    phase_seconds,
+    predicted_efficiency,
+    step_seconds,
+)
 from labkit.analysis.theory import states
 from labkit.common.units import milliseconds, size
 from labkit.record.documents import Plan, PredictedClass, PredictedRank, PredictedTimeline, PredictionOutcome

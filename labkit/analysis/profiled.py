@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from labkit.analysis.clocks import moments
 from labkit.analysis.metrics import USUAL, median
+from labkit.analysis.nodes import moments
 from labkit.record.writer import PHASES
 
 if TYPE_CHECKING:

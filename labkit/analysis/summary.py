@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable
 
 from labkit.analysis.diagnose import findings
-from labkit.analysis.efficiency import efficiency
 from labkit.analysis.guess import outcomes as guess_outcomes
 from labkit.analysis.ledger import ledger
-from labkit.analysis.metrics import gil_wait, phase_seconds, replica_figures, step_seconds, step_seconds_p95
+from labkit.analysis.metrics import efficiency, gil_wait, phase_seconds, replica_figures, step_seconds, step_seconds_p95
 from labkit.analysis.nodes import node_changes
 from labkit.analysis.prediction import outcomes
 from labkit.analysis.profiled import overlap

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from labkit.analysis.clocks import ahead
+from labkit.analysis.nodes import ahead
 from labkit.analysis.profiled import aligned, profiled_steps
 from labkit.common.files import MARK, write_output
 from labkit.record.events import Timeline

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.analysis.guessable import FIGURES
+from labkit.analysis.guess import FIGURES
 from labkit.analysis.metrics import median
 from labkit.common.units import counted
 from labkit.record.documents import Unreadable

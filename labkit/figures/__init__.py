@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from labkit.analysis.experts import expert_loads
+from labkit.analysis.metrics import expert_loads
 from labkit.common.arguments import shown
 from labkit.figures.as_svg import drawing
 from labkit.figures.charts import CHARTS

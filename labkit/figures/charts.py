@@ -9,8 +9,7 @@ from functools import partial
 
 import numpy
 
-from labkit.analysis.experts import expert_loads, summed
-from labkit.analysis.metrics import phase_seconds, rolling_throughput
+from labkit.analysis.metrics import expert_loads, phase_seconds, rolling_throughput, summed
 from labkit.analysis.nodes import nodes_in_words
 from labkit.analysis.profiled import exposed, usual
 from labkit.figures import colours

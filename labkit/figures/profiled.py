@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy
 
-from labkit.analysis.clocks import ahead, clocks
-from labkit.analysis.guess import by_rank
-from labkit.analysis.guessable import FIGURES
+from labkit.analysis.guess import FIGURES, by_rank
+from labkit.analysis.nodes import ahead, clocks
 from labkit.analysis.prediction import as_profiled, predicted_timelines
 from labkit.analysis.profiled import aligned, beyond, newest, overlap
 from labkit.common.units import size

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from labkit.analysis.diagnose import Finding
-from labkit.analysis.efficiency import efficiency
 from labkit.analysis.guess import own_sentences, sentences
 from labkit.analysis.ledger import Entry
+from labkit.analysis.metrics import efficiency
 from labkit.analysis.summary import summarise
 from labkit.common.text import escape, visible
 from labkit.common.units import size

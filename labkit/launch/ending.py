@@ -1,20 +1,87 @@
-"""Closes the record of a run: writes the summary, then the final status, even on a full disk."""
+"""The end of a run: what its processes leave behind, its final record, and runs whose supervisor is gone."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
+import shutil
+import sys
 import time
 import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 from msgspec.structs import replace
 
 from labkit.analysis.summary import summarise
+from labkit.common.files import create, runtime_folder
+from labkit.common.processes import end, living, of_folder
 from labkit.record import clock
-from labkit.record.documents import State, Status, Summary, plain
+from labkit.record.documents import State, Status, Summary, Unreadable, plain
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
-from labkit.record.state import RunState
+from labkit.record.state import OVER, RunState
+from labkit.record.status import current
 from labkit.record.writer import FULL, Reserve
+
+# ---- what processes leave outside of the folder
+
+
+TEMPORARY = "LABKIT_TEMPORARY"
+_SHARED = Path("/dev/shm")
+_SEGMENT = re.compile(r"torch_(\d+)_\d+_\d+", re.ASCII)
+
+
+def temporary(run: Path) -> Path:
+    """The folder for the sockets of a run, which is named after the run folder, so that nothing needs to store it."""
+    return runtime_folder() / hashlib.sha256(os.fsencode(run)).hexdigest()[:16]
+
+
+def create_temporary(run: Path) -> None:
+    """Creates the folder for the sockets of a run, and names it in the environment of the processes that this one
+    starts. If it cannot be created, multiprocessing makes its own."""
+    os.environ.pop(TEMPORARY, None)  # of a run that contains this one
+    folder = temporary(run)
+    with suppress(OSError):
+        create(folder.parent)
+        create(folder)
+        os.environ[TEMPORARY] = str(folder)
+
+
+def end_all(
+    run: Path, find: Callable[[], list[psutil.Process]], grace: float, known: Iterable[int] = ()
+) -> list[psutil.Process]:
+    """Terminates the processes of a run as `end` does, and removes what they leave outside of the run folder. `known`
+    are the pids of processes of the run that may have ended already; they may come from a file, so the shared memory of
+    a process that lives is never removed."""
+    pids = set(known)
+
+    def found() -> list[psutil.Process]:
+        processes = find()
+        pids.update(process.pid for process in processes)
+        return processes
+
+    left = end(found, grace)
+    shutil.rmtree(temporary(run), ignore_errors=True)
+    _remove_segments(pids)
+    return left
+
+
+def _remove_segments(pids: set[int]) -> None:
+    """Removes the shared memory that those of these processes created that have ended."""
+    for path in _SHARED.glob("torch_*"):
+        name = _SEGMENT.fullmatch(path.name)
+        if name and int(name[1]) in pids and living(int(name[1])) is None:
+            with suppress(OSError):
+                path.unlink()
+
+
+# ---- closing the record
+
 
 DISK_FULL = "the disk that holds the run folder was full"
 _ROOM = 1 << 16  # maximum bytes of one status, with what ranks may write at the same time
@@ -83,3 +150,44 @@ def _write_what_fits(folder: RunFolder, figures: Summary) -> None:
             if error.errno not in FULL or len(json.dumps(summary[longest])) < 100:
                 raise
             summary = summary | {longest: type(summary[longest])()}  # empty, but of the type that readers expect
+
+
+# ---- runs without a supervisor
+
+
+_NOT_STARTED = "the processes that started it were killed before it began"
+
+
+def end_processes(folder: RunFolder) -> None:
+    """Kills the processes of the run and removes what they leave outside of its folder, which may have been deleted."""
+    ranks: list[int] = []
+    with suppress(Unreadable):
+        ranks += (folder.read_status().ranks or {}).values()
+    end_all(folder.path, lambda: of_folder(folder.path), grace=0.0, known=ranks)
+
+
+def close(folder: RunFolder, state: State, message: str) -> None:
+    """Writes summary and final status unless they are written; does nothing if the folder cannot be written to."""
+    if not folder.is_gone and folder.read_status().state not in OVER:
+        with suppress(OSError):
+            conclude_unattended(folder, state, message)
+
+
+def main(run_dir: str) -> None:
+    """Ends the run of a supervisor that was killed. A job of a scheduler continues without its supervisor."""
+    folder = RunFolder(run_dir)
+    with folder.closing(), suppress(Unreadable):  # a damaged status is left as it is
+        if _is_batch_job(folder):
+            return
+        end_processes(folder)
+        close(folder, "failed", current(folder).message or _NOT_STARTED)
+
+
+def _is_batch_job(folder: RunFolder) -> bool:
+    with suppress(Unreadable):
+        return folder.read_launch().batch_job is not None
+    return False
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from labkit.analysis.metrics import pace
 from labkit.common.processes import (
     end,
     is_stopped,
@@ -25,9 +27,8 @@ from labkit.common.processes import (
 )
 from labkit.common.text import visible_line
 from labkit.launch import local
-from labkit.launch.abandoned import close, end_processes
-from labkit.launch.ending import reserve
-from labkit.launch.quota import keep_quota
+from labkit.launch.ending import close, end_processes, reserve
+from labkit.launch.leases import keep_quota
 from labkit.launch.slurm_client import cancel
 from labkit.launch.starting import LaunchError, start_supervisor, warm_or_cold
 from labkit.plan.script import command, write_script
@@ -35,9 +36,28 @@ from labkit.plan.spec import Spec
 from labkit.record.documents import Guesses, LaunchPlan, Plan, Status, Unreadable
 from labkit.record.folder import RunFolder, runs_root
 from labkit.record.logs import LogTail
-from labkit.record.state import OVER
+from labkit.record.state import OVER, RunState
 from labkit.record.status import current, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
 from labkit.setup.limits import in_force
+
+# ---- profiling a step of an active run
+
+
+_AHEAD = 1.0  # seconds: a request is read within 0.2 s, and the state may lag by the same time
+
+
+def ask(folder: RunFolder, state: RunState, snapshot: bool = False) -> int:
+    """Requests a profile and returns its step, which is far enough ahead that no rank is past it when it reads the
+    request.
+    """
+    newest = max((int(rank.steps.step[-1]) for rank in state.ranks.values() if len(rank.steps)), default=0)
+    step = newest + 2 + math.ceil(_AHEAD / max(pace(state) or _AHEAD, 1e-4))
+    RunFolder.write_json(folder.capture, {"step": step, "snapshot": snapshot})
+    return step
+
+
+# ---- the handle
+
 
 _ANSWER = 2.0  # seconds in which a responsive supervisor reports that it is stopping the run
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL for the processes of a run without a supervisor

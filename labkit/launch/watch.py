@@ -1,13 +1,20 @@
-"""The supervisor's main loop while torchrun runs: updates the status, stops the run on request, and writes the
-summary."""
+"""The supervisor's main loop while torchrun runs: status, system samples, silent ranks, requests to stop, torchrun's
+report."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import select
 import signal
 import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,18 +22,426 @@ import psutil
 from msgspec.structs import replace
 
 from labkit.common.processes import TAG, here, identity, is_stopped, members, reap, send
-from labkit.launch import local, report
-from labkit.launch.anchor import Anchor
-from labkit.launch.cgroup import out_of_memory_kills
-from labkit.launch.ending import DISK_FULL, conclude, make_room
-from labkit.launch.remains import end_all
-from labkit.launch.system import Sampler
+from labkit.launch import local
+from labkit.launch.ending import DISK_FULL, conclude, end_all, make_room
 from labkit.probe import lifetime
 from labkit.record import clock
-from labkit.record.documents import LaunchPlan, Status, Unreadable, Who
+from labkit.record.documents import Failed, LaunchPlan, Status, Unreadable, Who
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
-from labkit.record.writer import FULL
+from labkit.record.stacks import clipped, of_crash
+from labkit.record.writer import FULL, Writer
+from labkit.setup.machine import Gpu, Machine
+
+# ---- kills by the kernel because memory ran out
+
+
+_CGROUPS = Path("/proc/self/cgroup")
+_MOUNT = Path("/sys/fs/cgroup")
+
+
+def out_of_memory_kills(cgroups: Path = _CGROUPS, mount: Path = _MOUNT) -> int | None:
+    """The count since the control group was created; None if it is unavailable. Ranks are in the group of their
+    supervisor.
+
+    Version 2 has it in `memory.events`, version 1 in `memory.oom_control`. In a container the group is the root of the
+    mount.
+    """
+    try:
+        lines = [line.split(":", 2) for line in cgroups.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return None
+    groups = {controllers: path.lstrip("/") for _, controllers, path in (line for line in lines if len(line) == 3)}
+    first = next((path for controllers, path in groups.items() if "memory" in controllers.split(",")), None)
+    places = (
+        [mount / "memory" / first / "memory.oom_control", mount / "memory" / "memory.oom_control"]
+        if first is not None
+        else []
+    )
+    second = groups.get("")
+    for base in (mount, mount / "unified") if second is not None else ():
+        places += [base / second / "memory.events", base / "memory.events"]
+    return next((count for count in map(_count, places) if count is not None), None)
+
+
+def _count(path: Path) -> int | None:
+    try:
+        fields = dict(line.split() for line in path.read_text(encoding="ascii").splitlines())
+        return int(fields["oom_kill"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+# ---- whether the folder is still there
+
+
+_F_GETPATH = 50  # macOS: the path of an open file
+_PATH_LIMIT = 1024
+
+
+class Anchor:
+    """The folder of one run, identified by device and inode. The open descriptor prevents reuse of the inode."""
+
+    def __init__(self, folder: RunFolder):
+        self._folder = folder
+        self._file = os.open(folder.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._stat = os.fstat(self._file)
+
+    def lost(self) -> str:
+        """What happened to the folder: `deleted`, `moved to …` or `emptied`; empty while it is in place."""
+        if self._is_at(self._folder.path):
+            return "" if self._folder.spec.exists() else "emptied"
+        path = self.path()
+        return "deleted" if path is None else f"moved to {path}"
+
+    def path(self) -> Path | None:
+        """The current path of the folder; None if it was deleted or the system cannot tell."""
+        path = self._folder.path if self._is_at(self._folder.path) else self._path_by_kernel()
+        return path if path is not None and self._is_at(path) else None
+
+    def _is_at(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(path.stat(), self._stat)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True  # stat failed for another reason: assume that nothing changed
+
+    def _path_by_kernel(self) -> Path | None:
+        if sys.platform == "linux":
+            return Path(f"/proc/self/fd/{self._file}").readlink()
+        if sys.platform == "darwin":
+            import fcntl
+
+            return Path(os.fsdecode(fcntl.fcntl(self._file, _F_GETPATH, bytes(_PATH_LIMIT)).rstrip(b"\0")))
+        return None
+
+
+# ---- torchrun's report of ranks that died
+
+
+# One entry of ChildFailedError's report (torch.distributed.elastic.multiprocessing.errors); only the needed fields are
+# read.
+_ENTRY = re.compile(
+    r"\btime\s*:\s*(?P<time>\S+)\s*\n(?:.*\n)??"
+    r".*\brank\s*:\s*(?P<rank>\d+)\s*\(.*\n"
+    r".*\bexitcode\s*:\s*(?P<code>-?\d+)\s*\(pid:\s*(?P<pid>\d+)\)"
+)
+
+
+def failures(folder: RunFolder) -> dict[int, Failed]:
+    """The failed ranks by rank: exit_code, pid, signal (its name or None), t (Unix seconds, resolution 1 s), message.
+
+    `traceback` is the stack at the fatal signal; without one it is the last recorded stack, and `last_seen` is true.
+    """
+    found = {}
+    for entry in _ENTRY.finditer(folder.end_of(folder.launcher_log)):
+        code, rank = int(entry["code"]), int(entry["rank"])
+        crash = crash_stack(folder, rank) or _printed_crash(folder, rank)
+        stack = crash or last_position(folder, rank)
+        found[rank] = Failed(
+            message=(_aborted if code < 0 else _last_stderr_line)(folder, rank),
+            traceback=stack,
+            last_seen=bool(stack) and not crash,
+            exit_code=code,
+            pid=int(entry["pid"]),
+            signal=signal_name(code),
+            t=_seconds(entry["time"]),
+        )
+    return found
+
+
+def unanswered(folder: RunFolder, endpoint: str | None) -> str:
+    """Why the nodes of a run did not meet at `endpoint`; empty if they did, or if there is one node."""
+    said = folder.end_of(folder.launcher_log) if endpoint else ""
+    if "RendezvousConnectionError" in said:
+        return (
+            f"nobody answers at {endpoint}; start node 0 first, and check that this host reaches it and that no"
+            " firewall closes the port"
+        )
+    if "RendezvousTimeoutError" in said:
+        return f"not all nodes have met at {endpoint} in time; start the same command on every node, each with its rank"
+    return ""
+
+
+def _printed_crash(folder: RunFolder, rank: int) -> str:
+    """The stack of a fatal signal on stderr, which is there if the script enabled faulthandler itself."""
+    path = folder.log_of(rank, "stderr")
+    printed = folder.end_of(path).rpartition("Fatal Python error")[2] if path else ""
+    return of_crash(printed)
+
+
+def signal_name(exit_code: int) -> str | None:
+    """`SIGKILL` for -9; None for an exit code without a signal."""
+    try:
+        return signal.Signals(-exit_code).name if exit_code < 0 else None
+    except ValueError:
+        return f"signal {-exit_code}"
+
+
+def last_line(folder: RunFolder, path: Path) -> str:
+    """The last line of a log that is not blank; empty if there is none."""
+    lines = [line.strip() for line in folder.end_of(path).splitlines() if line.strip()]
+    return lines[-1][:500] if lines else ""
+
+
+def _aborted(folder: RunFolder, rank: int) -> str:
+    """The message of an uncaught C++ exception; empty if there was none."""
+    path = folder.log_of(rank, "stderr")
+    said = re.findall(r"^ *what\(\): *(.+)$", folder.end_of(path), re.MULTILINE) if path else []
+    return said[-1][:500] if said else ""
+
+
+def _last_stderr_line(folder: RunFolder, rank: int) -> str:
+    path = folder.log_of(rank, "stderr")
+    return last_line(folder, path) if path else ""
+
+
+def _seconds(text: str) -> float:
+    try:
+        return round(time.mktime(time.strptime(text, "%Y-%m-%d_%H:%M:%S")) + clock.shift(), 3)
+    except ValueError:
+        return clock.now()
+
+
+# ---- ranks that cannot report themselves
+
+
+_EVERY = 1.0  # seconds between two checks
+_LASTS = 2  # checks before a state is reported: a debugger or a shell may stop a process briefly
+_AGAIN = 10.0  # seconds between two reports
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
+@dataclass
+class _Watched:
+    """The process of one rank and its state. `cpu` and `heard` are of the newest position that it wrote."""
+
+    process: psutil.Process
+    heard: float = 0.0  # on the run's clock
+    cpu: float = 0.0  # seconds
+    since: float | None = None
+    looks: int = 0
+    reported: float | None = None
+    position: dict[str, Any] = field(default_factory=dict)
+
+
+class Silence:
+    """Checks the ranks. `pids` maps ranks to pids and may grow; `write` appends an event to the supervisor's event
+    file.
+    """
+
+    def __init__(self, folder: RunFolder, pids: dict[int, int], write: Callable[..., None]):
+        self._folder, self._pids, self._write = folder, pids, write
+        self._watched: dict[int, _Watched] = {}
+        self._next = 0.0
+
+    def look(self) -> None:
+        """Checks every rank, at most once per second."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + _EVERY
+        for rank, pid in dict(self._pids).items():
+            try:
+                one = self._watched.get(rank)
+                if one is None or one.process.pid != pid:
+                    one = self._watched[rank] = _Watched(psutil.Process(pid))
+                self._look_at(rank, one)
+            except psutil.Error:
+                self._watched.pop(rank, None)
+
+    def _look_at(self, rank: int, one: _Watched) -> None:
+        with one.process.oneshot():
+            status, times = one.process.status(), one.process.cpu_times()
+        cpu = times.user + times.system
+        position = _position(self._folder, rank)
+        if position.get("t", 0.0) != one.heard:
+            one.heard, one.cpu, one.position = position.get("t", 0.0), cpu, position
+        stack = "" if position.get("over") else _held_by_c(self._folder, rank)
+        if not stack and status not in _STOPPED:
+            if one.reported is not None:
+                self._write("heard", rank=rank)
+            one.since, one.looks, one.reported = None, 0, None
+            return
+        one.since, one.looks = one.since or one.heard or clock.now(), one.looks + 1
+        if one.looks > _LASTS and (one.reported is None or clock.now() - one.reported >= _AGAIN):
+            one.reported = clock.now()
+            self._report(rank, one, status, stack, cpu)
+
+    def _report(self, rank: int, one: _Watched, status: str, stack: str, cpu: float) -> None:
+        silent = max(clock.now() - one.since, 1e-3)
+        self._write(
+            "silent",
+            rank=rank,
+            since=one.since,
+            process=str(status),
+            computed=round(min(1.0, (cpu - one.cpu) / silent), 3),
+            stack=stack or clipped(str(one.position.get("stack", ""))),
+        )
+
+
+def last_position(folder: RunFolder, rank: int) -> str:
+    """The last stack that a rank recorded before its process ended, at most one second old; empty if there is none."""
+    return clipped(str(_position(folder, rank).get("stack", "")))
+
+
+def crash_stack(folder: RunFolder, rank: int) -> str:
+    """The stack of the fatal signal that ended a rank; empty if nothing was written."""
+    dump = folder.end_of(folder.crash_of(rank))
+    return clipped(of_crash(dump)) if "Fatal Python error" in dump else ""
+
+
+def _held_by_c(folder: RunFolder, rank: int) -> str:
+    dump = folder.end_of(folder.crash_of(rank))
+    return clipped(of_crash(dump)) if dump.startswith("Timeout") else ""
+
+
+def _position(folder: RunFolder, rank: int) -> dict[str, Any]:
+    try:
+        value = json.loads(folder.end_of(folder.position_of(rank)) or "{}")
+    except ValueError:
+        return {}  # it is being written
+    valid = isinstance(value, dict) and isinstance(value.get("t", 0.0), (int, float))
+    return value if valid else {}
+
+
+# ---- system samples
+
+
+INTERVAL = 0.2  # seconds between two samples at first
+_SPREAD = 3000  # approximate number of samples of a run of any length; more if `_RAREST` limits the interval
+_RAREST = 5.0  # maximum seconds between two samples
+
+
+def interval(elapsed: float) -> float:
+    """Seconds until the next sample, `elapsed` seconds after the first: 12 hours give 18,000 samples instead of
+    216,000.
+    """
+    return min(max(INTERVAL, elapsed / _SPREAD), _RAREST)
+
+
+class Sampler(threading.Thread):
+    """Writes `system` events until `stop`, initially every `INTERVAL` seconds.
+
+    `pids` maps ranks to pids and may grow. It runs in a separate thread, because a faulty driver can block NVML.
+    """
+
+    def __init__(self, folder: RunFolder, pids: dict[int, int]):
+        super().__init__(name="system", daemon=True)
+        self.disk_full = False  # whether any sample found the disk full
+        self._folder = folder
+        self._pids = pids
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Samples until `stop` is called."""
+        writer, gpus, ranks = Writer(self._folder.system), Gpus(), Ranks(self._pids)
+        silence = Silence(self._folder, self._pids, writer.write)
+        cores = psutil.cpu_count() or 1
+        psutil.cpu_percent()  # the first call only sets the reference point of the next
+        began = time.monotonic()
+        while not self._over.wait(interval(time.monotonic() - began)):
+            sample = {"memory_used": _memory_used(), "gpus": gpus.sample(), "ranks": ranks.sample()}
+            try:
+                writer.write("system", cpu_percent=round(psutil.cpu_percent() * cores, 1), **sample)
+                silence.look()
+                self.disk_full |= not _has_room(self._folder.system)
+            except FileNotFoundError:
+                break  # the folder was deleted or moved, which stops the run
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                self.disk_full = True
+        writer.close()
+
+    def stop(self) -> None:
+        """Stops sampling; returns when the last sample is written, or after one second if a driver does not respond."""
+        self._over.set()
+        if self.is_alive():
+            self.join(1.0)
+
+
+class Ranks:
+    """CPU utilisation (percent of one core) and resident memory (bytes) of each rank's process."""
+
+    def __init__(self, pids: dict[int, int]):
+        self._pids = pids
+        self._processes: dict[int, psutil.Process] = {}
+
+    def sample(self) -> dict[str, dict[str, Any]]:
+        """One entry per rank whose process exists."""
+        found = {}
+        for rank, pid in dict(self._pids).items():
+            try:
+                process = self._processes.get(rank)
+                if process is None or process.pid != pid:
+                    process = self._processes[rank] = psutil.Process(pid)
+                with process.oneshot():
+                    row = {"cpu_percent": process.cpu_percent(), "rss": process.memory_info().rss}
+            except psutil.Error:
+                continue
+            if row["rss"]:  # else a zombie
+                found[str(rank)] = row
+        return found
+
+
+class Gpus:
+    """Memory (bytes), utilisation (percent) and power (watts) of the visible GPUs by NVML; `index` is the CUDA
+    index."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        gpus = Machine.here().gpus
+        if gpus:
+            import pynvml
+
+            self._nvml = pynvml
+            pynvml.nvmlInit()
+            self._handles = [self._ask(self._handle, gpu) for gpu in gpus]
+
+    def sample(self) -> list[dict[str, Any]]:
+        """One entry per GPU; None for values that a device does not report."""
+        return [{"index": index, **self._row(handle)} for index, handle in enumerate(self._handles)]
+
+    def _handle(self, gpu: Gpu) -> Any:
+        """A MIG device has no index."""
+        if gpu.index < 0:
+            return self._nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+        return self._nvml.nvmlDeviceGetHandleByIndex(gpu.index)
+
+    def _row(self, handle: Any) -> dict[str, Any]:
+        memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle)
+        rates = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, handle)
+        milliwatts = self._ask(self._nvml.nvmlDeviceGetPowerUsage, handle)
+        return {
+            "memory_used": memory and memory.used,
+            "memory_total": memory and memory.total,
+            "utilisation": rates and rates.gpu,
+            "power": milliwatts and milliwatts / 1000,
+        }
+
+    def _ask(self, question: Callable[[Any], Any], about: Any) -> Any:
+        """The answer of NVML; None if there is none, or nothing to ask about."""
+        try:
+            return None if about is None else question(about)
+        except self._nvml.NVMLError:
+            return None
+
+
+def _has_room(path: str | os.PathLike[str]) -> bool:
+    """Whether the disk of a file has a free block for this user."""
+    disk = os.statvfs(path)
+    return (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) > 0 or not disk.f_blocks
+
+
+def _memory_used() -> int:
+    memory = psutil.virtual_memory()
+    return memory.total - memory.available
+
+
+# ---- the main loop
+
 
 STOP_GRACE = 2.0  # seconds between SIGTERM and SIGKILL when the run is stopped
 END_GRACE = 1.0  # the same for processes that remain after a run ended by itself
@@ -171,7 +586,7 @@ class Watch:
             final.state = "finished"
         else:
             killed, before = out_of_memory_kills(), self._killed_before
-            final.state, final.failures = "failed", report.failures(self._folder)
+            final.state, final.failures = "failed", failures(self._folder)
             final.oom_kills = killed - before if killed is not None and before is not None else None
             if not final.failures and not final.message:
                 final.message = self._launcher_failure(exit_code)
@@ -184,13 +599,13 @@ class Watch:
             return None  # it cannot be killed
 
     def _launcher_failure(self, exit_code: int | None) -> str:
-        signal = report.signal(exit_code or 0)
-        if signal:
-            return f"torchrun was terminated by {signal_name}"
-        said = report.last_line(self._folder, self._folder.launcher_log)
+        name = signal_name(exit_code or 0)
+        if name:
+            return f"torchrun was terminated by {name}"
+        said = last_line(self._folder, self._folder.launcher_log)
         if self._engine != local.ENGINE:
             return said
-        return report.unanswered(self._folder, self._endpoint) or f"torchrun exited with code {exit_code}: {said}"
+        return unanswered(self._folder, self._endpoint) or f"torchrun exited with code {exit_code}: {said}"
 
     def _note_disk_full(self) -> None:
         """Adds the message to the status of the active run, once."""

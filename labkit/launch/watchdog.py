@@ -2,7 +2,7 @@
 
 The shell blocks on a pipe, whose other end the supervisor holds, and until the run has a status its starter, too. The
 end of a process closes its descriptors, however it ends, and only a line in the pipe says that the run was brought to
-its end. A shell costs a millisecond at the start of a run; Python (`launch/abandoned.py`) starts only if it is needed.
+its end. A shell costs a millisecond at the start of a run; Python (`launch/ending.py`) starts only if it is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def start(folder: RunFolder, environment: Mapping[str, str]) -> tuple[subprocess
     """The watchdog of a run, and its pipe, which the caller must pass to the supervisor and close. `environment` is
     that of the supervisor."""
     waits, pipe = os.pipe()
-    command = [sys.executable, "-m", "labkit.launch.abandoned", str(folder.path)]
+    command = [sys.executable, "-m", "labkit.launch.ending", str(folder.path)]
     try:
         with open(folder.supervisor_log, "ab") as log:
             process = subprocess.Popen(

@@ -1,14 +1,145 @@
-"""Whether the ranks of a plan fit into the memory of their devices."""
+"""Whether the ranks of a plan fit into the memory of their devices, with what a GPU needs besides tensors."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
 from labkit.common.arguments import shown
 from labkit.plan.spec import Spec
-from labkit.prediction.devices import Device
-from labkit.record.documents import MemoryLimit, Plan
+from labkit.prediction.devices import BEFORE_HOPPER, Accelerator, Device, accelerator_of
+from labkit.prediction.link_table import CALIBRATE, LinkTable, stored
+from labkit.record.documents import AllocatorPeak, Called, Estimate, MemoryLimit, Peak, Plan, PredictedClass
 from labkit.setup.machine import Machine
+
+# ---- what a GPU adds to a trace
+
+
+_MIB = 1 << 20
+_CONNECTIONS = 2  # of a rank in a ring, each with a buffer per channel
+
+
+def on_gpus(plan: Plan, machine: Device) -> Plan:
+    """A plan of a trace with the peak of each rank on the GPUs of a machine, and what comes on top of it; any other
+    plan stays as it is. What is not a tensor of the step counts as `other`."""
+    accelerator = machine.accelerator or _here()
+    workspace = accelerator.workspace if accelerator else BEFORE_HOPPER
+    parts = [_on_gpu(part, workspace) for part in plan.classes]
+    steps = {rank: part.step for part in parts if part.allocator for rank in part.ranks}
+    ranks = [
+        replace(one, peak_memory_bytes=steps[one.rank].peak, at_peak=steps[one.rank].at_peak)
+        if one.rank in steps
+        else one
+        for one in plan.ranks
+    ]
+    return replace(plan, ranks=ranks, classes=parts)
+
+
+def _here() -> Accelerator | None:
+    gpus = Machine.here().gpus
+    return accelerator_of(gpus[0].name) if gpus else None
+
+
+def _on_gpu(part: PredictedClass, workspace: int) -> PredictedClass:
+    found = next((one for one in part.allocator if one.workspace == workspace), None)
+    if found is None:
+        return part
+    step = part.step
+    more = found.allocated - step.peak
+    owners = {**step.owners, "other": [size + more for size in step.owners["other"]]}
+    at_peak = {**step.at_peak, "other": step.at_peak["other"] + more}
+    step = replace(step, owners=owners, at_peak=at_peak, peak=found.allocated)
+    return replace(part, step=step, estimates=estimates(part.calls, found))
+
+
+def estimates(calls: Iterable[Called], allocator: AllocatorPeak) -> list[Estimate]:
+    """The estimates for a rank with these collectives."""
+    groups = len({ranks for _, _, ranks in calls if ranks > 1})
+    found = [
+        Estimate(
+            "CUDA context and kernels",
+            low=287_047_680,
+            high=666_632_192,
+            source="PyTorch pull request 86509, a process with one tensor: kernels loaded lazily, and all at once",
+        ),
+    ]
+    if groups:
+        found.append(
+            Estimate(
+                "NCCL buffers",
+                low=groups * 2 * _CONNECTIONS * 4 * _MIB,
+                high=groups * 32 * _CONNECTIONS * 10 * _MIB,
+                source="2 to 32 channels, two connections each; NCCL_BUFFSIZE of 4 MiB (NCCL's documentation) to"
+                " buffers of 10 MiB (NCCL issue 1685), for each size of a group",
+            )
+        )
+    found.append(
+        Estimate(
+            "cached by the allocator",
+            low=0,
+            high=allocator.reserved - allocator.allocated,
+            source="a replay of PyTorch's caching allocator, which gives it back before it runs out of memory",
+        )
+    )
+    return found
+
+
+# ---- peaks
+
+
+def peak_here(spec: Spec) -> Peak:
+    """That of one device of a Spec on this machine."""
+    machine = Machine.here()
+    if spec.device != "cuda":
+        return _measured(spec, machine)
+    if not machine.gpus:
+        return Peak(None, "this machine has no GPU; name one with --machine")
+    name = machine.gpus[0].name
+    found = accelerator_of(name)
+    return _published(spec, found) if found else Peak(None, f"no published peak of {name} is known here")
+
+
+def peak_of(spec: Spec, machine: Device) -> Peak:
+    """That of one device of a Spec on a machine of the table."""
+    return _published(spec, machine.accelerator) if machine.accelerator else peak_here(spec)
+
+
+def _published(spec: Spec, accelerator: Accelerator) -> Peak:
+    flops = accelerator.flops.get(spec.precision or "")
+    if flops is None:
+        asked = f"no peak for {spec.precision}" if spec.precision else "no peak for a script of unknown precision"
+        return Peak(None, f"{accelerator.name} has {asked}, only for {', '.join(accelerator.flops)}")
+    return Peak(flops, f"{accelerator.name}, {spec.precision}: {accelerator.sources['flops']}")
+
+
+def _measured(spec: Spec, machine: Machine) -> Peak:
+    """Of the ranks that were measured together, each had a share of the cores; so do the ranks of the Spec."""
+    precision, ranks = spec.precision or "fp32", spec.nproc or 1
+    table = _nearest([one for one in stored(machine).tables if precision in one.peaks], ranks)
+    if table is None:
+        return Peak(None, f"no peak of this CPU has been measured for {precision}; measure it with {CALIBRATE}")
+    share = min(1.0, machine.cores / ranks) / min(1.0, machine.cores / table.ranks)
+    how = f"matrix products in {precision} on one core per rank, {table.title}"
+    return Peak(table.peaks[precision] * share, how)
+
+
+def kernels_of(machine: Machine, ranks: int) -> LinkTable:
+    """The measured table with what kernels reach on this machine, of the nearest number of ranks; `LookupError` if
+    there is none."""
+    table = _nearest([one for one in stored(machine).tables if one.kernels and one.peaks], ranks)
+    if table is None:
+        raise LookupError(f"what kernels reach on this machine has not been measured; measure it with {CALIBRATE}")
+    return table
+
+
+def _nearest(tables: Sequence[LinkTable], ranks: int) -> LinkTable | None:
+    return min(tables, key=lambda one: abs(math.log(one.ranks / ranks)), default=None)
+
+
+# ---- whether the ranks of a plan fit into the memory of their devices
+
 
 _NO_TRACE = "the peak of a rank is known from a trace only"
 _SHARED = "the memory of this machine, which its ranks share; what their processes need besides tensors is not included"

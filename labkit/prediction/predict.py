@@ -23,12 +23,9 @@ from labkit.analysis.theory import states, theory
 from labkit.analysis.theory.states import six_nd
 from labkit.common.files import user_cache, write_atomically
 from labkit.plan.spec import Spec
-from labkit.prediction.classes import classes, joined
-from labkit.prediction.cuda import on_gpus
 from labkit.prediction.devices import DEVICES, HERE, Device
-from labkit.prediction.fitting import with_fit
-from labkit.prediction.peaks import peak_of
-from labkit.prediction.tracer import TRACER, TraceFailed, never, traced
+from labkit.prediction.fitting import on_gpus, peak_of, with_fit
+from labkit.prediction.tracer import TRACER, TraceFailed, classes, joined, never, traced
 from labkit.record.documents import (
     PLAN,
     AllocatorPeak,

@@ -1,17 +1,13 @@
-"""The time of a step: what each rank computes, and its collectives, put together by `simulation`.
-
-On this machine both are measured; what was measured is cached until collectives are measured again (`labkit doctor
---calibrate`). On a machine of the table both are modelled: the traced kernels by their roofline, collectives by the
-links.
-"""
+"""The time of a step: what each rank computes by the roofline, and its collectives, put together by simulation."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,20 +15,97 @@ from msgspec.structs import replace
 from labkit.analysis.metrics import throughput_of_median_steps
 from labkit.common.files import write_atomically
 from labkit.plan.spec import Spec
-from labkit.prediction.classes import classes
 from labkit.prediction.collectives import CommunicationModel
-from labkit.prediction.devices import HERE, Device
+from labkit.prediction.devices import HERE, Accelerator, Device
+from labkit.prediction.fitting import kernels_of
+from labkit.prediction.link_table import LinkTable
 from labkit.prediction.link_table import folder as link_tables
 from labkit.prediction.links import communication
-from labkit.prediction.peaks import kernels_of
 from labkit.prediction.predict import Programs, cache_folder, keep, made, on, programs
-from labkit.prediction.roofline import Roofline, of_accelerator, of_cores, with_seconds
 from labkit.prediction.simulation import STEPS, moved, program_of, simulate
-from labkit.prediction.tracer import computed, never
+from labkit.prediction.tracer import classes, computed, never
 from labkit.record.documents import Plan, PredictedTime, PredictedTimeline
 from labkit.record.events import parse
 from labkit.record.files import read_below
 from labkit.setup.machine import Machine
+
+# ---- kernels, by the roofline model (Williams, Waterman and Patterson 2009)
+
+
+EDGE = 100.0  # elements, fitted to published runs (labkit/MEASUREMENTS.md)
+_WIDTHS = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}  # bytes of an element by type
+WITH_TENSOR_CORES = {"tf32": {"fp32": "tf32"}}  # by precision, types whose matrix products have the peak of another
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What one device reaches: FLOP/s by type of the numbers in large products, bytes per second of its memory, the
+    seconds of the shortest kernel, and the `edge` of products (0: short sides reach as much as long ones)."""
+
+    flops: Mapping[str, float]
+    bandwidth: float
+    launch: float
+    edge: float = 0.0
+
+    def seconds(self, kernels: Iterable[tuple[str, float, float, int]]) -> float:
+        """The time of kernels one after another, each group as (type, FLOPs, bytes, number of them). `LookupError` for
+        matrix products of a type without a peak."""
+        return sum(count * self._one(kind, flops, size) for kind, flops, size, count in kernels)
+
+    def _one(self, kind: str, flops: float, size: float) -> float:
+        if flops and kind not in self.flops:
+            raise LookupError(f"no peak is known for matrix products in {kind}, only for {', '.join(self.flops)}")
+        product = product_seconds(flops, size / _WIDTHS.get(kind, 4), self.flops[kind], self.edge) if flops else 0.0
+        return max(product, size / self.bandwidth, self.launch)
+
+
+def product_seconds(flops: float, elements: float, rate: float, edge: float = EDGE) -> float:
+    """The seconds of a matrix product of so many FLOPs whose three matrices have so many elements together, at the
+    `rate` of large products in FLOP/s."""
+    return (flops + 2 * edge * elements) / rate
+
+
+def of_accelerator(accelerator: Accelerator, precision: str, share: float) -> Roofline:
+    """That of an accelerator for a training in a precision: `share` from 0 to 1 chooses between the least and the most
+    that its kernels reach."""
+
+    def reached(name: str) -> float:
+        least, most = accelerator.reached[name]
+        return least + share * (most - least)
+
+    peaks = dict(accelerator.flops)
+    for kind, other in WITH_TENSOR_CORES.get(precision, {}).items():
+        peaks[kind] = peaks[other]
+    return Roofline(
+        {kind: peak * reached("products") for kind, peak in peaks.items()},
+        accelerator.bandwidth * reached("copies"),
+        reached("launch"),
+        EDGE,
+    )
+
+
+def of_cores(table: LinkTable, share: float) -> Roofline:
+    """That of a rank of this machine, whose kernels reach between half and all of what was measured; half is an
+    assumption."""
+    reached = (1 + share) / 2
+    peaks = {kind: reached * peak for kind, peak in table.peaks.items()}
+    return Roofline(peaks, reached * table.kernels["copies"], table.kernels["launch"] / reached)
+
+
+def with_seconds(program: Iterable[Iterable[Any]], roofline: Roofline) -> list[list[Any]]:
+    """A program of `tracing.work` with the seconds of its kernels in their place, as `simulation.program_of` reads
+    it."""
+    found = []
+    for kind, *rest in program:
+        if kind == "compute":
+            phase, kernels = rest
+            rest = [phase, [roofline.seconds(kernels)]]
+        found.append([kind, *rest])
+    return found
+
+
+# ---- the time of a step
+
 
 # The script that is measured trains only, for more steps than are needed.
 _MEASURED: dict[str, Any] = {

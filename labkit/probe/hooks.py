@@ -22,20 +22,17 @@ from typing import Any
 import torch
 
 from labkit.probe.backward import watch_backward
-from labkit.probe.elsewhere import watch_processes
-from labkit.probe.groups import GroupWatch
 from labkit.probe.journal import Guard, Journal
-from labkit.probe.observations import Observations
 from labkit.probe.patches import Patches
 from labkit.probe.replicas import ReplicaWatch
 from labkit.probe.sampler import StepSampler
-from labkit.probe.samples import Shape, shapes_in
+from labkit.probe.samples import Observations, Shape, shapes_in
 from labkit.probe.startup import Startup
 from labkit.probe.steps import StepWatch
 from labkit.probe.tensors import TensorWatch
-from labkit.probe.threads import is_foreign
+from labkit.probe.threads import is_foreign, watch_processes
 from labkit.probe.torch_private import NEXT_BATCH, TENSOR_VERSION
-from labkit.probe.traffic import TrafficWatch
+from labkit.probe.traffic import GroupWatch, TrafficWatch
 from labkit.probe.untraced import compiling, skip_frames
 from labkit.record.writer import REPORT
 

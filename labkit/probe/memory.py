@@ -1,30 +1,223 @@
-"""Bytes of live tensors by owner, and the memory of a step.
-
-Counted are the unique storages on the models' device that outlive a step. "parameters" are those of every live module:
-trained models, frozen ones, and copies such as an exponential moving average. "gradients" are the gradients of these,
-"optimizer" the state tensors of every optimizer that stepped, and "other" the modules' buffers and tensors referenced
-by other Python objects (see `held.py`). A sharded tensor counts with this rank's shard, and a freed storage counts 0.
-DDP's buckets are "communication", with the sizes that DDP reports. Memory that lives only within a step (activations,
-gathered shards, the batch, temporary buffers) is measured to the byte in a profiled step, with torch's profiler: see
-`timeline.curve`. On a CPU rank, `allocated` of a step is the sum at its end, and `peak` the largest sum in any profiled
-step; before the first profiled step it is the largest `allocated`. On CUDA, `allocated`, `reserved` and `peak` are
-figures of the caching allocator, and "other" also has what is allocated there and belongs to no tensor above:
-workspaces of cuBLAS, and the ends of blocks. The sum of all owners is then what the allocator has handed out.
-"""
+"""Bytes of live tensors by owner, the memory of a step, and tensors that outlive it."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
+import os
+import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
-from labkit.probe.held import Held
 from labkit.probe.journal import Guard, Journal
-from labkit.probe.torch_private import DDP_LOGGING
+from labkit.probe.torch_private import DDP_LOGGING, DUMP_SNAPSHOT, RECORD_HISTORY
+
+# ---- the C library's memory
+
+
+_LARGEST = (32 << 20) - (64 << 10)  # bytes; with what glibc adds, less than its DEFAULT_MMAP_THRESHOLD_MAX
+
+
+def keep_memory() -> None:
+    """From now on, blocks of up to 32 MiB come from the heap, and glibc keeps up to 64 MiB at its end. Does nothing
+    with a C library other than glibc.
+
+    glibc raises both limits when a large block is freed, which would happen in one rank and not in another, by chance.
+    Before that, each step takes the memory of its activations from the system anew: on the CNN, 9,000 page faults,
+    which make a step of 80 ms 15 ms longer.
+    """
+    if _of_glibc("malloc_trim"):
+        library = ctypes.CDLL(None)
+        library.malloc.restype = ctypes.c_void_p
+        library.free(ctypes.c_void_p(library.malloc(ctypes.c_size_t(_LARGEST))))
+
+
+def give_back_memory() -> None:
+    """Returns all free pages of the heap; does nothing with a C library other than glibc."""
+    trim = _of_glibc("malloc_trim")
+    if trim:
+        trim(ctypes.c_size_t(0))
+
+
+def _of_glibc(name: str) -> Any:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+
+
+# ---- torch's record of the CUDA allocator
+
+
+_ENTRIES = 200_000  # maximum number of recorded allocations
+
+
+class Snapshots:
+    """Records the allocator from `begin` to `end`, which writes `<run>/snapshots/rank<r>-step<n>.pickle`."""
+
+    def __init__(self, journal: Journal, run: str | os.PathLike[str]):
+        self._guard = Guard(journal, "snapshots")
+        self._folder = Path(run) / "snapshots"
+        self._records = False
+
+    def begin(self) -> None:
+        """Starts recording."""
+        self._records = self._guard(_record, _ENTRIES) is not None
+
+    def end(self, step: int | None = None) -> None:
+        """Writes the snapshot of a step, if there is one, and stops recording; without a step it is discarded."""
+        if self._records:
+            self._records = False
+            if step is not None:
+                self._guard(self._dump, step)
+            self._guard(_record, 0)
+
+    def _dump(self, step: int) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        rank = os.environ.get("RANK", "0")
+        DUMP_SNAPSHOT.get()(str(self._folder / f"rank{rank}-step{step}.pickle"))
+
+
+def _record(entries: int) -> bool:
+    """Records up to `entries` allocations; 0 stops."""
+    if entries:
+        DUMP_SNAPSHOT.get()
+        RECORD_HISTORY.get()(max_entries=entries)
+    else:
+        RECORD_HISTORY.get()(enabled=None)
+    return True
+
+
+# ---- tensors that outlive a step
+
+
+# those of a class that overrides them may have other parameters
+_MEMBERS = torch.nn.Module.named_parameters, torch.nn.Module.named_buffers
+_SHARE = 1000  # minimum time between two walks, as a multiple of the duration of a walk
+_MOST = 100_000  # maximum number of tensors remembered between two walks
+_DEPTH = 6  # maximum nesting of lists and dictionaries in a data set
+
+
+class Held:
+    """The modules and tensors found by the walks, as weak references, so that they are freed as usual."""
+
+    def __init__(self) -> None:
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._lasting: list[weakref.ref[torch.Tensor]] = []
+        self._data: list[weakref.ref[torch.Tensor]] = []
+        self._next = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether another walk is within the time budget."""
+        return time.perf_counter() >= self._next
+
+    def walk(self, device: torch.device) -> None:
+        """Walks over all objects."""
+        began = time.perf_counter()
+        modules, tensors, data = _found()
+        self._modules = weakref.WeakSet(module for module in modules if next(_own(module, *_MEMBERS), None) is not None)
+        seen = {id(tensor): tensor for tensor in tensors[:_MOST] if _is_on(tensor, device)}
+        lasting = [tensor for key, tensor in seen.items() if key in self._seen and self._seen[key]() is tensor]
+        self._lasting = [weakref.ref(tensor) for tensor in lasting]
+        self._data = [weakref.ref(tensor) for tensor in islice(_tensors_of(data), _MOST)]
+        self._seen = {key: weakref.ref(tensor) for key, tensor in seen.items()}
+        ended = time.perf_counter()
+        self._next = ended + _SHARE * (ended - began)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors now, which takes tens of milliseconds."""
+        return _found()[1]
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """The parameters of every live module, trained or not."""
+        for module in list(self._modules):
+            yield from _own(module, _MEMBERS[0])
+
+    def rest(self) -> Iterator[torch.Tensor]:
+        """The modules' buffers, and every other tensor that outlives a step."""
+        for module in list(self._modules):
+            yield from _own(module, _MEMBERS[1])
+        yield from _alive(self._lasting)
+
+    def data(self) -> Iterator[torch.Tensor]:
+        """The tensors of data sets."""
+        return _alive(self._data)
+
+
+def _own(
+    module: torch.nn.Module, *members: Callable[..., Iterator[tuple[str, torch.Tensor]]]
+) -> Iterator[torch.Tensor]:
+    """The module's own tensors, without submodules; none if its `__init__` has not run yet."""
+    with suppress(AttributeError):
+        for each in members:
+            yield from (tensor for _, tensor in each(module, recurse=False))
+
+
+def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    try:
+        return tensor.device.type == device.type
+    except (RuntimeError, NotImplementedError):  # for example a fake tensor outside of its mode
+        return False
+
+
+def _alive(references: list[weakref.ref[torch.Tensor]]) -> Iterator[torch.Tensor]:
+    return (tensor for reference in references if (tensor := reference()) is not None)
+
+
+def _found() -> tuple[list[torch.nn.Module], list[torch.Tensor], list[Any]]:
+    """All modules, tensors, and data sets and loaders."""
+    sorts: dict[type, list[Any] | None] = {}
+    modules, tensors, data = [], [], []
+    for thing in gc.get_objects():
+        kind = type(thing)  # not __class__, which an object can override
+        try:
+            sort = sorts[kind]
+        except KeyError:
+            sort = sorts[kind] = _list_for(kind, modules, tensors, data)
+        if sort is not None:
+            sort.append(thing)
+    return modules, tensors, data
+
+
+def _list_for(kind: type, modules: list[Any], tensors: list[Any], data: list[Any]) -> list[Any] | None:
+    if issubclass(kind, torch.nn.Module):
+        return modules
+    if issubclass(kind, torch.Tensor):
+        return tensors
+    return data if issubclass(kind, (Dataset, DataLoader)) else None
+
+
+def _tensors_of(data: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors in data sets, including data sets that are plain objects or lists."""
+    for thing in data:
+        if isinstance(thing, DataLoader):
+            thing = thing.dataset
+        yield from _tensors_below(
+            thing if isinstance(thing, (list, tuple, Mapping)) else getattr(thing, "__dict__", {}), _DEPTH
+        )
+
+
+def _tensors_below(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors_below(part, depth - 1)
+    elif depth and isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors_below(part, depth - 1)
+
+
+# ---- bytes of live tensors by owner, and the memory of a step
+
 
 _WALKED = 2  # steps after the newest model or optimizer in which all objects are searched
 _SAMPLED = 3  # the step after the newest model or optimizer that is profiled

@@ -1,17 +1,10 @@
-"""Tracks the script's optimizers, and detects updates of parameters that no optimizer hook reports.
-
-An update without a hook is detected by comparison: after a backward, the version counters of a few parameters
-(`witnesses`) are stored. If one of them has changed when the script continues with its next batch, forward or backward,
-the parameters were updated in between, by a compiled optimizer step or by the script itself. Torch does not count
-changes through `.data`. Therefore, until a hook or a counter reports the first update, the values of the smallest
-witnesses are also compared (on a GPU this synchronizes), and it is checked whether the script has replaced all of them
-by new tensors.
-"""
+"""Tracks the script's optimizers, detects updates that no hook reports, and selects the one that paces the steps."""
 
 from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +16,50 @@ from labkit.probe.journal import Guard
 from labkit.probe.memory import local
 from labkit.probe.patches import Patches
 from labkit.probe.torch_private import COMPILE_COUNTERS, TENSOR_VERSION
+
+# ---- selects the pacing optimizer among several
+
+
+_PATIENCE = 20  # steps of another optimizer without a step of the pacing one, after which the pacing one is replaced
+
+
+class Pace:
+    """The first optimizer that stepped; `maker` returns it, or None if it no longer exists.
+
+    Instead of an optimizer it can be an object whose `is_alive` tells whether it may step again.
+    """
+
+    def __init__(self) -> None:
+        self.maker: Any = lambda: None
+        self._others: Counter[int] = Counter()
+
+    def is_set_by(self, optimizer: Any) -> bool:
+        """Registers a step of an optimizer and returns whether its steps are those of the run."""
+        self._others[id(optimizer)] += 1
+        if self.maker() is None or self._others[id(optimizer)] > _PATIENCE:
+            own = isinstance(optimizer, torch.optim.Optimizer)
+            self.maker = weakref.ref(optimizer) if own else lambda: optimizer if optimizer.is_alive else None
+        if self.maker() is not optimizer:
+            return False
+        self._others.clear()
+        return True
+
+
+class InsideBackward:
+    """Represents all optimizers that step within backward."""
+
+    def __init__(self) -> None:
+        self.stepped = False
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether one of them may step again."""
+        return bool(self.optimizers)
+
+
+# ---- tracks the script's optimizers, and detects updates of parameters that no optimizer hook reports
+
 
 _MOST = 8  # maximum number of distinguished optimizers: a script with one optimizer per parameter has a single loss
 _WITNESSES = 4

@@ -1,19 +1,215 @@
-"""Counts the samples of a step: those whose forward happened in it.
-
-Batches may be fetched long before they are used, so a batch counts in the step in which a model is called, with
-gradients, on an input whose first dimension (or second, for inputs with the sequence dimension first) is the size of a
-fetched, unused batch. Several calls of one step may share a batch, as micro-batches do; then their first dimensions add
-up to it. If the inputs match no batch (graphs, nested inputs, a model that is called twice per batch), the batches
-fetched in the step count. Without a DataLoader, the inputs of the step's first model count.
-"""
+"""The samples of a step, and facts that are compared across ranks."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from labkit.probe.memory import tensors_in
+import torch
+
+from labkit.probe.journal import Guard, Journal
+from labkit.probe.memory import local, tensors_in
+from labkit.probe.patches import Patches
+from labkit.probe.untraced import compiling
+
+# ---- facts that are compared across ranks
+
+
+_BATCHES = 3  # batches that are digested
+_INPUTS = 3  # steps per model whose inputs are digested
+_MODELS = 8  # maximum number of such models
+_ITERATIONS = 4  # recorded iterations over loaders and samplers
+_ROWS, _DIGESTED = 16, 1 << 16  # rows and bytes of a tensor that are digested
+_ITEMS = 20  # steps in which calls of item are counted
+_SAVES = 50
+_UNITS = ("FSDPModule", "FullyShardedDataParallel")
+
+
+class Observations:
+    """Writes to the journal; `step` returns the number of finished steps, `between` whether the script is outside of
+    all phases.
+    """
+
+    def __init__(self, journal: Journal, patches: Patches, step: Callable[[], int], between: Callable[[], bool]):
+        self._journal, self._guard = journal, Guard(journal, "observations")
+        self._step, self._between = step, between
+        self._left = {
+            "loader": _ITERATIONS,
+            "epoch": _ITERATIONS,
+            "batch": _BATCHES,
+            "save": _SAVES,
+            "input": 0,
+            "not_finite": 1,
+        }
+        self._models_left, self._input_step = _MODELS, 0
+        self._copies: list[tuple[int, Any, list[torch.Tensor]]] = []  # of inputs on GPUs: step, end of the copy, rows
+        self._stepped: set[int] = set()
+        self._samplers: dict[int, int] = {}
+        patches.wrap("data loaders", "torch.utils.data.DataLoader.__iter__", self._before(self._loader))
+        if torch.distributed.is_available():
+            patches.wrap("data loaders", "torch.utils.data.DistributedSampler.__iter__", self._before(self._epoch))
+        patches.wrap("calls of item", "torch.Tensor.item", self._items)
+        patches.wrap("saved files", "torch.save", self._saves)
+
+    def model(self, model: torch.nn.Module) -> None:
+        """A module is called with gradients for the first time; it counts as a model if it has trainable parameters."""
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return
+        units = sum(any(kind.__name__ in _UNITS for kind in type(part).__mro__) for part in model.modules())
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._journal.write("saw", what="model", name=type(model).__name__, units=units, parameters=parameters)
+        if self._models_left:
+            self._models_left -= 1
+            self._left["input"] = _INPUTS
+
+    def not_finite(self, step: int, models: Iterable[torch.nn.Module]) -> None:
+        """The loss of a step is not finite; checks the parameters, which are still those that it was computed with."""
+        if self._left["not_finite"]:
+            parameters = [local(parameter.detach()) for model in models for parameter in model.parameters()]
+            counts = {"nan": torch.isnan, "infinite": torch.isinf}
+            found = {
+                name: sum(bool(test(one).any()) for one in parameters if one.numel()) for name, test in counts.items()
+            }
+            self._record("not_finite", step=step, parameters=len(parameters), **found)
+
+    def batch(self, values: Any) -> None:
+        """A batch was fetched."""
+        if self._left["batch"]:
+            self._guard(self._digest, values)
+
+    def input(self, values: Any) -> None:
+        """A model was called in training; only the first call of a step counts, for example a pipeline's first
+        micro-batch.
+        """
+        if self._copies:
+            self._read_copies()
+        step = self._step() + 1
+        if self._left["input"] > len(self._copies) and step != self._input_step:
+            self._input_step = step
+            tensors = list(tensors_in(values))
+            rows = [] if any(tensor.requires_grad for tensor in tensors) else _first_rows(tensors)
+            if any(one.is_cuda for one in rows):
+                self._copy(step, rows)
+            elif rows or any(tensor.requires_grad for tensor in tensors):
+                self._record("input", step=step, digest=_digest_of(rows) if rows else None)
+
+    def _copy(self, step: int, rows: list[torch.Tensor]) -> None:
+        """Starts to copy rows to the CPU; they are read in a later step, so that nothing waits for the GPU."""
+        device = next(one.device for one in rows if one.is_cuda)
+        copies = [
+            torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True) for one in rows
+        ]
+        with torch.cuda.device(device):
+            over = torch.cuda.Event()
+            over.record()
+        self._copies.append((step, over, copies))
+
+    def _read_copies(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return  # nothing may be asked now
+        while self._copies and self._copies[0][1].query():
+            step, _, copies = self._copies.pop(0)
+            self._record("input", step=step, digest=_digest_of(copies))
+
+    def _digest(self, values: Any) -> None:
+        if rows := _first_rows(tensor for tensor in tensors_in(values) if tensor.device.type == "cpu"):
+            self._record("batch", step=self._step() + 1, digest=_digest_of(rows))
+
+    def _record(self, what: str, **fields: Any) -> None:
+        if self._left[what]:
+            self._left[what] -= 1
+            self._journal.write("saw", what=what, **fields)
+
+    # ---- wrapped functions
+
+    def _before(self, record: Callable[[Any], None]) -> Callable[[Any], Any]:
+        def make(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def iterate(loader: Any) -> Any:
+                self._guard(record, loader)
+                return original(loader)
+
+            return iterate
+
+        return make
+
+    def _epoch(self, sampler: Any) -> None:
+        which = self._samplers.setdefault(id(sampler), len(self._samplers))
+        self._record(
+            "epoch",
+            sampler=which,
+            set=int(sampler.epoch),
+            shuffle=bool(sampler.shuffle),
+            ranks=int(sampler.num_replicas),
+        )
+
+    def _loader(self, loader: Any) -> None:
+        sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
+        sampler = getattr(sampler, "sampler", sampler)  # a BatchSampler passed as sampler
+        batches, samples = (_length(thing) for thing in (loader, loader.dataset))
+        self._record("loader", batches=batches, samples=samples, sampler=type(sampler).__name__)
+
+    def _items(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def item(tensor: torch.Tensor) -> Any:
+            if not compiling() and self._between():
+                self._guard(self._count_item)
+            return original(tensor)
+
+        return item
+
+    def _count_item(self) -> None:
+        step = self._step()
+        if 1 < step <= _ITEMS + 1:
+            self._stepped.add(step)
+        elif self._stepped and step > _ITEMS + 1:
+            self._journal.write("saw", what="item", calls=len(self._stepped), steps=_ITEMS)
+            self._stepped = set()
+
+    def _saves(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(f, (str, os.PathLike)):
+                self._guard(lambda: self._record("save", path=str(Path(f).absolute()), step=self._step()))
+            return original(obj, f, *args, **kwargs)
+
+        return save
+
+
+def _first_rows(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The first rows of the tensors that can be read."""
+    found = []
+    for tensor in tensors:
+        is_plain = type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda")
+        if is_plain and tensor.numel() and not _captured(tensor):
+            rows = tensor.detach()[:_ROWS] if tensor.dim() else tensor.detach().reshape(1)
+            found.append(rows.contiguous())
+    return found
+
+
+def _digest_of(rows: Iterable[torch.Tensor]) -> str:
+    """A digest of rows in CPU memory."""
+    digest = hashlib.blake2b(digest_size=8)
+    for one in rows:
+        digest.update(one.view(torch.uint8).numpy().tobytes()[:_DIGESTED])
+    return digest.hexdigest()
+
+
+def _captured(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph is being captured, during which nothing may be read."""
+    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _length(thing: Any) -> int | None:
+    try:
+        return len(thing)
+    except TypeError:
+        return None
+
+
+# ---- counts the samples of a step
+
 
 _AHEAD = 4096  # maximum number of prefetched batches
 

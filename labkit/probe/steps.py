@@ -1,47 +1,304 @@
-"""Turns the hooks' calls into steps and phases.
-
-A step ends when the pacing optimizer, the first one seen, has stepped; a script with two optimizers therefore counts
-one step per iteration. Phases form a stack, and time counts for the innermost phase, so that a closure inside an
-optimizer, or a backward inside a pipeline schedule, adds up, and the sum of the phases is the step. Recomputation
-inside backward counts as backward.
-
-A forward without gradients can be an evaluation or a part of training (a teacher model). It is an evaluation if a
-trained model runs in eval mode, or if another batch is fetched before any training. An evaluation belongs to no step:
-the step's clock restarts with the first phase after it.
-
-An optimizer step with a learning rate of zero and without a backward since the last step only creates the optimizer's
-state, as `get_state_dict` of torch.distributed.checkpoint does. Such a step is ignored.
-
-Optimizers that step within backward, one per parameter, end the step together when backward ends. An update that no
-optimizer hook reports, because the step is compiled or hand-written, is detected when the script continues with its
-next batch, forward or backward (`optimizers.py`); the time between backward and that moment counts for the optimizer.
-
-Losses and samples are counted in `losses.py` and `samples.py`. If an optimizer calls its closure more than once, the
-first call counts.
-"""
+"""Turns the hooks' calls into steps and phases, times them, and writes each once the device has finished it."""
 
 from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from labkit.probe.activity import OTHER
-from labkit.probe.clocks import clock_for
-from labkit.probe.collectives import FlightRecorder
-from labkit.probe.finished import FinishedSteps
-from labkit.probe.groups import GroupWatch
+from labkit.probe.clocks import CpuClock, CudaClock, clock_for, likely_device
 from labkit.probe.journal import Guard, Journal
-from labkit.probe.losses import Edge, Loss, Share, share_of
-from labkit.probe.memory import local
-from labkit.probe.observations import Observations
-from labkit.probe.optimizers import UpdateWatch
-from labkit.probe.pace import InsideBackward
-from labkit.probe.samples import Shape, shapes_in
+from labkit.probe.losses import Edge, Loss, LossWatch, Share, share_of
+from labkit.probe.memory import MemoryWatch, local
+from labkit.probe.optimizers import InsideBackward, Optimizers, Pace, UpdateWatch
+from labkit.probe.sampler import StepSampler
+from labkit.probe.samples import Observations, SampleCount, Shape, shapes_in
 from labkit.probe.startup import Startup
 from labkit.probe.threads import ScriptThread
+from labkit.probe.traffic import FlightRecorder, GroupWatch
+from labkit.record import clock
+from labkit.record.writer import PHASES
+
+# ---- steps whose work was submitted to the device, until their times and losses are known
+
+
+_TOGETHER = 1000  # maximum number of losses in one event
+_OFTEN = 1.0  # seconds between two such events
+
+
+@dataclass
+class Step:
+    """A submitted step; `marks` are the times at which the phases `names` began, and the end of the step."""
+
+    number: int
+    t: float
+    clock: CpuClock | CudaClock
+    marks: list[Any]
+    names: list[str]
+    losses: list[Loss]
+    samples: int
+    memory: dict[str, int | None] | None
+
+    def known(self) -> bool:
+        """Whether the device has finished it, and its losses have arrived."""
+        return self.clock.passed(self.marks[-1]) and all(self.clock.copied(loss.copy) for loss in self.losses)
+
+    def fields(self, watch: LossWatch) -> dict[str, Any]:
+        """The fields of its event; returns its marks and losses to their pools."""
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for name, start, end in zip(self.names, self.marks, self.marks[1:]):
+            seconds[name] += self.clock.seconds(start, end)
+        losses = [self.clock.value(loss.copy) for loss in self.losses]
+        self.clock.release(self.marks[:-1])  # its end is the start of the next step
+        total = sum(seconds.values())
+        return {
+            "t": self.t,
+            "step": self.number,
+            "loss": watch.value(self.losses, losses),
+            "samples": self.samples,
+            "seconds": {"step": round(total, 7)} | {name: round(value, 7) for name, value in seconds.items()},
+            "memory": self.memory,
+        }
+
+
+@dataclass
+class OtherLoss:
+    """The loss of a step of another optimizer than the pacing one, at the run's step `number`."""
+
+    number: int
+    clock: CpuClock | CudaClock
+    optimizer: int
+    losses: list[Loss]
+
+    def known(self) -> bool:
+        """Whether its losses have arrived."""
+        return all(self.clock.copied(loss.copy) for loss in self.losses)
+
+    def value(self, watch: LossWatch) -> float | None:
+        """The loss; returns its copies to their pool."""
+        return watch.value(self.losses, [self.clock.value(loss.copy) for loss in self.losses])
+
+
+class Pending:
+    """Writes events in the order in which they are added; `write` takes a kind and fields, as in `Journal`.
+
+    Losses of other optimizers than the pacing one are batched, at most once per second, because they would double the
+    size of a run.
+    """
+
+    def __init__(self, write: Callable[..., None], losses: LossWatch):
+        self._write, self._losses = write, losses
+        self._queue: deque[Step | OtherLoss] = deque()
+        self._others: dict[int, list[tuple[int, float | None]]] = {}  # by optimizer: step and loss
+        self._due = 0.0
+
+    def add(self, event: Step | OtherLoss) -> None:
+        """Queues an event, which a later `drain` writes."""
+        self._queue.append(event)
+
+    def drain(self, seconds: float) -> None:
+        """Writes known events in order; waits up to `seconds` for the others."""
+        end = time.monotonic() + seconds
+        while self._queue:
+            if self._queue[0].known():
+                self._take(self._queue.popleft())
+            elif time.monotonic() < end:
+                time.sleep(0.001)
+            else:
+                return
+
+    def _take(self, event: Step | OtherLoss) -> None:
+        if isinstance(event, Step):
+            self._write("step", **event.fields(self._losses))
+            return
+        points = self._others.setdefault(event.optimizer, [])
+        points.append((event.number, event.value(self._losses)))
+        if time.monotonic() >= self._due or len(points) >= _TOGETHER:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the batched losses."""
+        for optimizer, points in self._others.items():
+            self._write("losses", optimizer=optimizer, points=points)
+        self._others = {}
+        self._due = time.monotonic() + _OFTEN
+
+
+# ---- the activity of a rank (training, evaluating, compiling an extension) and the phases of its current step
+
+
+OTHER = "other"  # the phase of a step outside of all others
+
+
+class Activity:
+    """Writes `activity` and `device`; holds the marks of the current step."""
+
+    def __init__(self, journal: Journal):
+        self.progress = time.monotonic()  # the time of the last report
+        self._journal = journal
+        self._clock: CpuClock | CudaClock | None = None
+        self._activity: str | None = None
+        self._before_build: tuple[str | None] | None = None
+        self._stack: list[str] = []
+        self._marks: list[Any] = []
+        self._names: list[str] = []
+
+    @property
+    def activity(self) -> str | None:
+        """training or evaluating; None before either."""
+        return self._activity
+
+    @property
+    def phase(self) -> str:
+        """The current innermost phase."""
+        return self._stack[-1] if self._stack else OTHER
+
+    @property
+    def between(self) -> bool:
+        """Whether the script is in a step but in no phase of it."""
+        return bool(self._names) and not self._stack
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether backward runs in the followed thread."""
+        return "backward" in self._stack
+
+    @property
+    def builds(self) -> bool:
+        """Whether torch is compiling a C++ extension, which can take minutes."""
+        return self._before_build is not None
+
+    def enter(self, phase: str) -> int:
+        """A phase begins; returns the depth to pass to `leave`."""
+        self._stack.append(phase)
+        self._mark(phase)
+        return len(self._stack) - 1
+
+    def leave(self, depth: int | None) -> None:
+        """Ends the phase that began at this depth, and all phases inside it; None does nothing."""
+        if depth is None or depth >= len(self._stack):
+            return
+        del self._stack[depth:]
+        self._mark(self.phase)
+
+    def build_begins(self, extension: str) -> None:
+        """torch starts compiling a C++ extension, or waiting for another process that compiles it."""
+        self._before_build = self._before_build or (self._activity,)
+        self._do(f"building the C++ extension {extension} (first use only)")
+
+    def build_ends(self) -> None:
+        """The extension is compiled; restores the previous activity."""
+        if self._before_build is not None:
+            (before,), self._before_build = self._before_build, None
+            self._do(before)
+
+    def _do(self, activity: str | None) -> None:
+        if activity != self._activity:
+            self._activity = activity
+            self._journal.write("activity", name=activity)
+
+    def _mark(self, phase: str) -> None:
+        self.progress = time.monotonic()
+        if not self._names and phase == OTHER:
+            return  # no step has started
+        if self._names and self._names[-1] == phase:
+            return
+        if self._clock is None:
+            self.use(clock_for(likely_device()))
+        mark = self._clock.mark()
+        if mark is not None:
+            self._marks.append(mark)
+            self._names.append(phase)
+
+    def use(self, clock: CpuClock | CudaClock) -> None:
+        """Uses another clock from now on."""
+        self._clock = clock
+        self._marks, self._names = [], []  # marks of the previous clock cannot be compared
+        self._journal.write("device", device=str(clock.device), device_name=clock.device_name)
+
+    def _begin_at(self, mark: Any) -> None:
+        """Discards the current marks; the next step begins at `mark`, or with the next phase if that is None."""
+        if self._clock is not None:
+            self._clock.release(self._marks[1:] if mark is None else ())
+        self._marks, self._names = ([], []) if mark is None else ([mark], [self.phase])
+
+
+# ---- the end of a step
+
+
+class FinishedSteps(Activity):
+    """Writes `step`, `losses` and `optimizer`, and calls `after_step` after each step."""
+
+    def __init__(self, journal: Journal):
+        super().__init__(journal)
+        self.finished = 0
+        self.memory = MemoryWatch(journal)
+        self.sampler: StepSampler | None = None
+        self.after_step: list[Callable[[], None]] = []
+        self.optimizers = Optimizers()
+        self._sample, self._look = Guard(journal, "timelines"), Guard(journal, "memory")
+        self._pace = Pace()
+        self._losses = LossWatch(self.optimizers, journal.write)
+        self._pending = Pending(journal.write, self._losses)
+        self._samples = SampleCount()
+
+    @property
+    def memory_is_profiled(self) -> bool:
+        """Whether every allocation of the current step is recorded."""
+        return self.sampler is not None and self.sampler.profiles_memory
+
+    def use(self, clock: CpuClock | CudaClock) -> None:
+        """Uses another clock from now on."""
+        super().use(clock)
+        self._losses.forget()
+
+    def _restart(self, mark: Any = None) -> None:
+        """Discards the current marks; the next step begins at `mark`, or else with the next phase."""
+        self._begin_at(mark)
+        self._samples.restart()
+
+    def _stepped(self, optimizer: Any) -> None:
+        """An optimizer, or an object that represents one, has stepped."""
+        paces = self._pace.is_set_by(optimizer)
+        losses = self._losses.of(optimizer, paces)
+        if paces:
+            self._finish(losses)
+        elif losses:
+            number = self._losses.number(optimizer, False)
+            self._losses.number(self._pace.maker(), True)
+            self._pending.add(OtherLoss(max(1, self.finished), self._clock, number, losses))
+            self.drain()
+
+    def _finish(self, losses: list[Loss]) -> None:
+        mark = self._clock.mark() if self._names else None
+        if mark is None:
+            return
+        self.finished += 1
+        samples = self._samples.take()
+        memory = self._look(self.memory.at_step, self.finished)
+        marks = [*self._marks, mark]
+        self._pending.add(Step(self.finished, clock.now(), self._clock, marks, self._names, losses, samples, memory))
+        sampled = self.sampler and self._sample(
+            self.sampler.step_ends, self.finished, list(zip(self._names, marks, marks[1:])), self._clock
+        )
+        if sampled or self.memory.walked:
+            mark = self._clock.mark()  # the time of profiling and the walk is not part of the next step
+        self._restart(mark)
+        for call in self.after_step:
+            call()
+        self.drain()
+
+    def drain(self, seconds: float = 0.0) -> None:
+        """Writes known steps in order; waits up to `seconds` for the others."""
+        self._pending.drain(seconds)
+
+
+# ---- turns the hooks' calls into steps and phases
 
 
 class StepWatch(FinishedSteps):

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit.probe.groups import GroupWatch
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.memory import local
 from labkit.probe.torch_private import (
@@ -32,6 +31,7 @@ from labkit.probe.torch_private import (
     SHARD_OFFSET,
     WRAPPERS,
 )
+from labkit.probe.traffic import GroupWatch
 
 Piece = tuple[dict[str, Any], torch.Tensor]
 

@@ -58,7 +58,7 @@ def collectives(rows: Iterable[Row], recorded: Sequence[Mapping[str, Any]]) -> l
     """Spans [operation, from, to, bytes, group, ranks, sequence]; recorded collectives are matched in order, by
     operation.
     """
-    from labkit.probe.collectives import operation
+    from labkit.probe.traffic import operation
 
     waiting: dict[str, list[Mapping[str, Any]]] = {}
     for one in recorded:

@@ -1,25 +1,235 @@
-"""Bytes exchanged between ranks, by operation, in an early step and in every 50th step.
-
-Collectives are read from torch's flight recorder (`collectives.py`); point-to-point sends are counted in their Python
-functions. A step's traffic are the operations started after the end of the previous step. A step after an evaluation is
-skipped, and so is one whose collectives no longer fit into the recorder. Without a flight recorder no traffic is
-reported.
-"""
+"""Bytes exchanged between ranks, by operation, read from torch's flight recorder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from labkit.probe.collectives import FlightRecorder
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.patches import Patches
+from labkit.probe.torch_private import FLIGHT_RECORDER, NCCL_RECORDER, WORLD
 from labkit.probe.untraced import compiling
 from labkit.record import clock
 from labkit.record.writer import sent
+
+# ---- reads collectives from torch's flight recorder
+
+
+_SET_BACK = 1_000_000_000  # ns; an earlier entry with a time later by more than this means that the clock was set
+_NEWEST = 24  # maximum number of collectives reported when a rank waits
+_SIZES = {
+    "Double": 8,
+    "Long": 8,
+    "Float": 4,
+    "Int": 4,
+    "Half": 2,
+    "BFloat16": 2,
+    "Short": 2,
+    "ComplexFloat": 8,
+    "ComplexDouble": 16,
+}
+_NAMES = (
+    "reduce_scatter",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "barrier",
+    "gather",
+    "scatter",
+    "reduce",
+)
+_SAME = {
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "reducescatter": "reduce_scatter",
+}
+
+
+class FlightRecorder:
+    """The collectives of this rank; without torch's flight recorder nothing is known of them."""
+
+    def __init__(self, journal: Journal):
+        self._guard = Guard(journal, "collectives")
+        self._last: list[dict[str, Any]] = []
+
+    def entries(self) -> list[dict[str, Any]] | None:
+        """All entries, which takes a millisecond; None if they are unknown."""
+        return self._guard(_entries)
+
+    def since(self, since: int, entries: list[dict[str, Any]] | None = None) -> list[dict[str, Any]] | None:
+        """The collectives since a time (Unix ns), as `described`, in order; None if they are unknown. `entries` are
+        given if they have been read already.
+        """
+        return self._guard(_since, entries or self.entries(), since)
+
+    def newest(self) -> list[dict[str, Any]]:
+        """Per group the last completed collective and all active ones, as {op, group, ranks, seq, sizes, over}, which
+        show which rank waits in which collective.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return list(self._last)
+        return self._guard(_newest, self.entries() or []) or []
+
+    def store_newest(self) -> None:
+        """Stores the newest collectives, because an error may be reported after a `finally` block has destroyed the
+        group.
+        """
+        self._last = self.newest()
+
+
+def _entries() -> list[dict[str, Any]]:
+    recorders = [NCCL_RECORDER] if dist.is_nccl_available() else []
+    if not recorders or FLIGHT_RECORDER.exists():
+        recorders.append(FLIGHT_RECORDER)
+    texts = [row.get()(includeCollectives=True, onlyActive=False) for row in recorders]
+    return joined([json.loads(text).get("entries", []) for text in texts])
+
+
+def joined(recorders: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The entries of several recorders in the order of their times, numbered as those of one: from 0 if none has lost
+    its first entry."""
+    each = [sorted(entries, key=lambda entry: entry["record_id"]) for entries in recorders if entries]
+    if len(each) < 2:
+        return each[0] if each else []
+    lost = any(entries[0]["record_id"] for entries in each)
+    merged = heapq.merge(*each, key=lambda entry: entry["time_created_ns"])
+    return [entry | {"record_id": number} for number, entry in enumerate(merged, int(lost))]
+
+
+def _since(entries: list[dict[str, Any]] | None, since: int) -> list[dict[str, Any]] | None:
+    found = since_then(entries, since)
+    return None if found is None else [described(entry) for entry in found]
+
+
+def _newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for entry in sorted(entries, key=lambda entry: entry["record_id"]):
+        if not _is_collective(entry):
+            continue
+        known = described(entry)
+        over = bool(entry["retired"]) or entry["state"] == "completed"
+        if over:
+            found = [one for one in found if one["id"] != known["id"] or not one["over"]]
+        found.append(
+            {name: known[name] for name in ("op", "group", "id", "ranks", "seq")}
+            | {"sizes": entry["input_sizes"], "over": over}
+        )
+    return found[-_NEWEST:]
+
+
+def since_then(entries: list[dict[str, Any]] | None, since: int, now: int | None = None) -> list[dict[str, Any]] | None:
+    """The recorder's collectives since a time (Unix ns); None if there is no recorder or it no longer has all of them.
+
+    The recorder timestamps its entries with the system clock. If that was set back, an earlier entry has a later time:
+    that entry and all entries before it are excluded. `now` is the time of the call.
+    """
+    if not entries:
+        return entries  # gloo records no sends, so a pipeline may have no entry at all
+    newest_first = sorted(entries, key=lambda entry: -entry["record_id"])
+    found, later = [], clock.SystemMoment.now().ns if now is None else now
+    for entry in newest_first:
+        created = entry["time_created_ns"]
+        if created < since or created > later + _SET_BACK:
+            break
+        found.append(entry)
+        later = created
+    else:
+        if newest_first[-1]["record_id"] > 0:
+            return None
+    return [entry for entry in reversed(found) if _is_collective(entry)]
+
+
+def _is_collective(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry is a collective: no message, and not the end of a coalesced group, of which NCCL also records
+    each operation."""
+    return not entry["is_p2p"] and entry["process_group"] and not entry["profiling_name"].endswith(":coalesced")
+
+
+def described(entry: dict[str, Any]) -> dict[str, Any]:
+    """One recorded collective: op, payload bytes, the group's description, id and ranks, and its sequence number in the
+    group.
+    """
+    name, (group, called) = operation(entry["profiling_name"]), entry["process_group"]
+    ranks = _members(group)
+    return {
+        "op": name,
+        "bytes": payload(entry, name, len(ranks)),
+        "group": called or group,
+        "id": group,
+        "ranks": ranks,
+        "seq": entry["collective_seq_id"],
+    }
+
+
+def operation(profiled: str) -> str:
+    """The operation of a recorded name such as "nccl:_all_gather_base"."""
+    name = profiled.split(":")[-1].lower()
+    name = next((_SAME[other] for other in _SAME if other in name), name)
+    return "barrier" if "barrier" in name else next((known for known in _NAMES if known in name), name)
+
+
+def payload(entry: dict[str, Any], name: str, ranks: int) -> int:
+    """Payload bytes of one recorded collective: the whole gathered or scattered tensor, otherwise a rank's input."""
+    given = _bytes(entry["input_sizes"], entry["input_dtypes"])
+    made = _bytes(entry["output_sizes"], entry["output_dtypes"])
+    if name == "all_gather":
+        return max(made, given * ranks)
+    return max(given, made * ranks) if name == "reduce_scatter" else given
+
+
+def _bytes(sizes: Sequence[Sequence[int]], types: Sequence[str]) -> int:
+    return sum(math.prod(size) * _SIZES.get(kind, 1) for size, kind in zip(sizes, types))
+
+
+def _members(group: str) -> list[int]:
+    world = WORLD.get()
+    ranks = next(
+        (world.pg_group_ranks[each] for each, name in world.pg_names.items() if name == group),
+        range(dist.get_world_size()),
+    )
+    return sorted(ranks)
+
+
+# ---- before the script destroys its process groups
+
+
+_PAUSE = 0.05  # seconds; a thread needs microseconds, or a few milliseconds on a busy machine
+
+
+class GroupWatch:
+    """Calls functions, which must not raise, before all process groups are destroyed."""
+
+    def __init__(self, patches: Patches):
+        self._called: list[Callable[[], Any]] = []
+        if dist.is_available():
+            patches.wrap("process groups", "torch.distributed.destroy_process_group", self._destroying)
+
+    def before_end(self, function: Callable[[], Any]) -> None:
+        """Registers a function."""
+        self._called.append(function)
+
+    def _destroying(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def destroy_process_group(group: Any = None) -> Any:
+            if group in (None, dist.group.WORLD):
+                for function in self._called:
+                    function()
+                time.sleep(_PAUSE)
+            return original(group)
+
+        return destroy_process_group
+
+
+# ---- bytes exchanged between ranks, by operation, in an early step and in every 50th step
+
 
 _EARLY = (2, 3)  # in step 1 DDP still orders its buckets; step 2 is included for scripts of two steps
 _EVERY = 50

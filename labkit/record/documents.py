@@ -454,7 +454,7 @@ class NodesFigures(Figures):
 
 class Summary(Figures):
     """The figures of a run: bytes, seconds, samples per second; null if unknown. `v` is the version of this schema
-    (none before version 1). `flops_per_device` are model FLOP/s, see `analysis/efficiency.py`, and `mfu_missing` says
+    (none before version 1). `flops_per_device` are model FLOP/s, see `analysis/metrics.py`, and `mfu_missing` says
     why they or `mfu` are unknown."""
 
     run: Name

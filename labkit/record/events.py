@@ -433,7 +433,7 @@ class System(Envelope, tag_field="kind", tag="system"):
     ranks: Annotated[dict[Rank, Process], BY_RANK] | None = None
 
 
-# ---- observations (kind `saw`): a few per run; see probe/observations.py and probe/elsewhere.py
+# ---- observations (kind `saw`): a few per run; see probe/samples.py and probe/threads.py
 
 
 class Observed(OfRank, kw_only=True):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.comparison import Row, document, recorded_elsewhere, rows
 from labkit.analysis.equivalence import Badge
-from labkit.analysis.guessable import SPEEDUP
+from labkit.analysis.guess import SPEEDUP
 from labkit.common.arguments import check_seconds, shown
 from labkit.plan.fields import about
 from labkit.plan.spec import Spec, SpecError, check_fields

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from labkit.analysis.comparison import Row, guess_sentence
-from labkit.analysis.guess import outcomes, sentences_about, statement
-from labkit.analysis.guessable import FIGURES, Figure
+from labkit.analysis.guess import FIGURES, Figure, outcomes, sentences_about, statement
 from labkit.common.arguments import Number, check_choice, shown
 from labkit.common.text import visible
 from labkit.figures.tables import marked_html

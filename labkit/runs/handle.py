@@ -23,8 +23,7 @@ from labkit.common.text import visible_line
 from labkit.common.units import counted, size
 from labkit.figures.tables import Findings, Ledger
 from labkit.launch import local
-from labkit.launch.capture import ask
-from labkit.launch.job import Job
+from labkit.launch.job import Job, ask
 from labkit.launch.local import standing_environment
 from labkit.launch.slurm import follow_again
 from labkit.launch.warm.client import prepare

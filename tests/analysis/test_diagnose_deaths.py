@@ -19,7 +19,7 @@ from diagnosed import (
 )
 
 from labkit.analysis.diagnose import findings
-from labkit.launch.cgroup import out_of_memory_kills
+from labkit.launch.watch import out_of_memory_kills
 from labkit.record.stacks import of_crash, place
 from labkit.record.state import RunState
 

@@ -25,7 +25,7 @@ from generated import ONLY
 from places import SCRIPTS
 
 from labkit import run
-from labkit.analysis.diagnose.advice import _ADVICE, advice
+from labkit.analysis.diagnose.finding import _ADVICE, advice
 from labkit.record.events import Model
 from labkit.training.strategies import STRATEGIES
 

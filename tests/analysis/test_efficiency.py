@@ -14,7 +14,7 @@ from places import RECORDED
 from rich.console import Console
 
 from labkit.analysis.comparison import HEADS, cells, rows, sentences
-from labkit.analysis.efficiency import efficiency, predicted_efficiency
+from labkit.analysis.metrics import efficiency, predicted_efficiency
 from labkit.analysis.prediction import sentences as said
 from labkit.analysis.summary import summarise
 from labkit.figures.prediction import Prediction
@@ -23,10 +23,10 @@ from labkit.frontends.panel.predict import plan_html
 from labkit.frontends.terminal import prediction_table
 from labkit.frontends.terminal.views import line
 from labkit.plan.spec import Spec
-from labkit.prediction import peaks
+from labkit.prediction import fitting
 from labkit.prediction.devices import device
+from labkit.prediction.fitting import peak_here, peak_of
 from labkit.prediction.link_table import store
-from labkit.prediction.peaks import peak_here, peak_of
 from labkit.record.documents import Peak, Plan, decoded, plain
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
@@ -171,7 +171,7 @@ def test_the_peak_of_a_cpu_is_what_was_measured_for_its_share_of_the_cores(cache
 def test_the_peak_of_a_gpu_is_published(monkeypatch):
     def on(*names: str) -> None:
         gpus = tuple(Gpu(number, name, 1 << 34, (8, 0)) for number, name in enumerate(names))
-        monkeypatch.setattr(peaks.Machine, "here", lambda: replace(MACHINE, gpus=gpus))
+        monkeypatch.setattr(fitting.Machine, "here", lambda: replace(MACHINE, gpus=gpus))
 
     on("NVIDIA A100-SXM4-80GB")
     assert peak_here(asked(device="cuda", precision="bf16")).flops == 312e12

@@ -8,7 +8,7 @@ from folded import apply, fold, spec, start
 
 from labkit import figures
 from labkit.analysis.diagnose import findings
-from labkit.analysis.experts import expert_loads, summed
+from labkit.analysis.metrics import expert_loads, summed
 from labkit.figures import chart, live, of_run
 from labkit.frontends.panel.charts import LIVE, Feed
 from labkit.training.workloads import WORKLOADS, gpt, moe

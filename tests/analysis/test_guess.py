@@ -14,8 +14,7 @@ from guessed import nothing_pending as nothing_pending
 from guessed import over
 
 from labkit import Run, figures
-from labkit.analysis.guess import outcomes, own_sentences, sentences, statement
-from labkit.analysis.guessable import FIGURES, NEAR
+from labkit.analysis.guess import FIGURES, NEAR, outcomes, own_sentences, sentences, statement
 from labkit.analysis.summary import recorded_summary, summarise
 from labkit.common.units import significant
 from labkit.figures.profiled import OWN

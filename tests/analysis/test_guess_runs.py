@@ -12,8 +12,7 @@ import labkit
 from labkit import figures, predict
 from labkit.analysis.comparison import guess_sentence
 from labkit.analysis.comparison import sentences as comparison_sentences
-from labkit.analysis.guess import outcomes, own_sentences, statement
-from labkit.analysis.guessable import FIGURES
+from labkit.analysis.guess import FIGURES, outcomes, own_sentences, statement
 from labkit.frontends.handout.run import stand_in
 from labkit.launch.job import Job
 from labkit.plan.spec import Spec, SpecError

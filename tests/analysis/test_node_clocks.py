@@ -9,7 +9,7 @@ from folded import apply
 from profiled_steps import state_of, timeline_event
 
 from labkit import figures
-from labkit.analysis.clocks import clocks
+from labkit.analysis.nodes import clocks
 from labkit.analysis.trace import trace
 
 

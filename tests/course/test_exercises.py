@@ -20,7 +20,7 @@ from places import ROOT
 
 import labkit
 from labkit import Run, check, my_progress
-from labkit.analysis.guessable import FIGURES
+from labkit.analysis.guess import FIGURES
 from labkit.course.exercises import LABS, Exercise, Wrong, exercise, exercises, is_empty
 from labkit.course.exercises.book import Book, Noted
 from labkit.course.scores import Score

@@ -11,7 +11,7 @@ from places import ROOT
 
 import labkit
 from labkit import Run
-from labkit.analysis.guessable import FIGURES
+from labkit.analysis.guess import FIGURES
 from labkit.course.exercises import LABS as LABS_WITH_EXERCISES
 from labkit.frontends.handout import executed
 from labkit.frontends.handout.lab import STUDENT, page_of

@@ -20,8 +20,8 @@ from msgspec import structs
 
 from labkit.common.processes import TAG, identity, of_folder
 from labkit.launch import ending
-from labkit.launch.anchor import Anchor
 from labkit.launch.job import Job, LaunchError
+from labkit.launch.watch import Anchor
 from labkit.probe.journal import Journal
 from labkit.record.folder import RunFolder
 from labkit.record.reader import Reader

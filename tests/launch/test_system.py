@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 
-from labkit.launch.system import Gpus
+from labkit.launch.watch import Gpus
 from labkit.setup.machine import Gpu, Machine
 
 

@@ -16,7 +16,7 @@ from warm import CLONE, ENDS, how, started
 
 from labkit.frontends.doctor import warm_start
 from labkit.launch import local
-from labkit.launch.warm import client, wire
+from labkit.launch.warm import client
 from labkit.launch.warm.client import Cold
 from labkit.runs import handle
 from labkit.runs.handle import run
@@ -75,8 +75,8 @@ def test_a_start_that_nobody_waits_for_any_more_is_dropped(warm_server, runs, tm
     assert isinstance(given, client.Consent)
     process.suspend()
     try:
-        how = wire.as_file({"run_dir": str(tmp_path), "started": "0.0", "environment": {}})
-        wire.send(given._connection, {"ask": "start"}, [how, how, how])
+        how = client.as_file({"run_dir": str(tmp_path), "started": "0.0", "environment": {}})
+        client.send(given._connection, {"ask": "start"}, [how, how, how])
         given._connection.close()
         os.close(how)
     finally:
@@ -115,10 +115,10 @@ def _killing(pid: int, start):
 
 
 def test_a_folder_with_wrong_permissions_is_not_used(place, ends):
-    wire.server_address().parent.mkdir(mode=0o755)
-    wire.server_address().parent.chmod(0o755)
+    client.server_address().parent.mkdir(mode=0o755)
+    client.server_address().parent.chmod(0o755)
     start, because = how(started(ends))
-    folder = wire.server_address().parent
+    folder = client.server_address().parent
     assert (
         start == "cold"
         and because == f"the warm server cannot be used: {folder} must be a folder of this user with mode 0700"
@@ -143,11 +143,11 @@ def test_a_server_that_refused_to_serve_is_named_with_the_reason(place, ends, mo
 
 
 def test_a_socket_of_another_user_is_rejected(place, monkeypatch):
-    wire.server_address().parent.mkdir(mode=0o700)
-    with wire.endpoint() as listener:
-        listener.bind(str(wire.server_address()))
+    client.server_address().parent.mkdir(mode=0o700)
+    with client.endpoint() as listener:
+        listener.bind(str(client.server_address()))
         listener.listen()
-        monkeypatch.setattr(wire, "_PEER", _of_user(os.getuid() + 1))
+        monkeypatch.setattr(client, "_PEER", _of_user(os.getuid() + 1))
         found = client.consent(os.environ, [])
         assert isinstance(found, Cold) and "belongs to another user" in found.reason
 
@@ -177,8 +177,8 @@ def _of_user(uid: int):
     ],
 )
 def test_what_is_no_message_does_the_server_no_harm(message, server):
-    with wire.endpoint() as connection:
-        connection.connect(str(wire.server_address()))
+    with client.endpoint() as connection:
+        connection.connect(str(client.server_address()))
         connection.send(message)
         connection.settimeout(PATIENCE)
         assert connection.recv(100) == b""  # the server closed the connection
@@ -223,7 +223,7 @@ def test_a_server_ends_with_all_who_wanted_it(place, patient, monkeypatch):
     second.kill()
     second.wait()
     wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
-    assert list(wire.server_address().parent.glob("*.socket")) == []
+    assert list(client.server_address().parent.glob("*.socket")) == []
 
 
 def test_an_idle_server_ends(place, patient, monkeypatch):
@@ -261,7 +261,7 @@ def test_a_server_has_one_thread_and_little_memory(server):
     process = psutil.Process(server["pid"])
     assert process.num_threads() == 1
     assert process.memory_info().rss < 400 << 20
-    mode = wire.server_address().parent.stat().st_mode & 0o777
+    mode = client.server_address().parent.stat().st_mode & 0o777
     assert mode == 0o700 and process.net_connections(kind="inet") == []
     assert warm_start().level == "fine" and str(server["pid"]) in warm_start().says
 

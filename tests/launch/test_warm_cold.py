@@ -16,7 +16,7 @@ from labkit.cli import parser as cli
 from labkit.cli.commands import act
 from labkit.frontends.panel import Lab
 from labkit.launch.job import Job
-from labkit.launch.warm import client, facts, fork
+from labkit.launch.warm import client, fork
 from labkit.launch.warm.client import Cold
 from labkit.plan.spec import Spec
 
@@ -108,15 +108,15 @@ def test_a_module_beside_the_script_that_shadows_a_loaded_one_makes_it_cold(serv
 def test_what_is_no_module_shadows_none(name, tmp_path):
     path = tmp_path / name
     path.mkdir() if name == "torch" else path.touch()
-    assert facts.shadowing({str(tmp_path)}) == ""
+    assert client.shadowing({str(tmp_path)}) == ""
 
 
 def test_the_clone_itself_shadows_nothing():
-    assert facts.shadowing({str(CLONE)}) == ""
+    assert client.shadowing({str(CLONE)}) == ""
 
 
 def test_another_version_starts_cold_and_says_so(server, ends, monkeypatch):
-    monkeypatch.setattr(facts, "_labkit", lambda: "another")
+    monkeypatch.setattr(client, "_labkit", lambda: "another")
     monkeypatch.setattr("labkit.runs.handle.prepare_after", lambda job: None)  # it would replace the server
     handle = started(ends)
     assert how(handle) == ("cold", "the warm server differs in the version of labkit")
@@ -124,8 +124,8 @@ def test_another_version_starts_cold_and_says_so(server, ends, monkeypatch):
 
 
 def test_torch_that_changed_on_disk_starts_cold(server, monkeypatch):
-    changed = facts._changed
-    monkeypatch.setattr(facts, "_changed", lambda place: changed(place) + place.endswith("torch/__init__.py"))
+    changed = client._changed
+    monkeypatch.setattr(client, "_changed", lambda place: changed(place) + place.endswith("torch/__init__.py"))
     assert (
         client.consent(client.local.standing_environment(), []).reason
         == "the warm server differs in the installed packages"

@@ -15,7 +15,7 @@ import pytest
 from lifetimes import LINUX, ROOT
 
 from labkit.launch import local
-from labkit.launch.warm import client, wire
+from labkit.launch.warm import client
 
 pytestmark = LINUX
 
@@ -43,9 +43,9 @@ def prepare() -> None:
 
 def serving(*answers: Callable[[socket.socket], None]) -> threading.Thread:
     """A server that answers one message of each connection, and then closes the connection."""
-    wire.server_address().parent.mkdir(mode=0o700)
-    listener = wire.endpoint()
-    listener.bind(str(wire.server_address()))
+    client.server_address().parent.mkdir(mode=0o700)
+    listener = client.endpoint()
+    listener.bind(str(client.server_address()))
     listener.listen()
 
     def serve() -> None:
@@ -53,7 +53,7 @@ def serving(*answers: Callable[[socket.socket], None]) -> threading.Thread:
             for answer in answers:
                 connection, _ = listener.accept()
                 with connection:
-                    wire.receive(connection)
+                    client.receive(connection)
                     answer(connection)
 
     thread = threading.Thread(target=serve)
@@ -69,7 +69,7 @@ def test_a_server_that_is_killed_while_it_is_asked_is_replaced(place, servers):
 
 
 def test_a_server_that_fits_is_not_replaced_and_one_that_others_need_neither(place, servers):
-    thread = serving(lambda connection: wire.send(connection, {"differs": ""}))
+    thread = serving(lambda connection: client.send(connection, {"differs": ""}))
     prepare()
     thread.join()
     assert servers == [0]
@@ -87,33 +87,33 @@ def test_a_server_that_hangs_keeps_its_place(place, servers, monkeypatch):
 
 def test_a_server_that_another_process_starts_is_waited_for(place, servers):
     """It may be one that nobody needs any more when it is ready."""
-    wire.server_address().parent.mkdir(mode=0o700)
-    held = wire.lock()
+    client.server_address().parent.mkdir(mode=0o700)
+    held = client.lock()
     waits = threading.Thread(target=prepare)
     waits.start()
     time.sleep(0.2)
-    assert wire.is_locked() and waits.is_alive() and servers == [0]
+    assert client.is_locked() and waits.is_alive() and servers == [0]
     os.close(held)
     waits.join()
-    assert servers == [] and not wire.is_locked()
+    assert servers == [] and not client.is_locked()
 
 
 def test_a_server_that_finds_another_says_so_and_its_starter_looks_again(place, servers):
-    wire.server_address().parent.mkdir(mode=0o700)
-    held = wire.lock()
+    client.server_address().parent.mkdir(mode=0o700)
+    held = client.lock()
     command = [sys.executable, "-m", "labkit.launch.warm.server", "1.0", str(os.getpid())]
     ended = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
-    assert ended.returncode == wire.BUSY
+    assert ended.returncode == client.BUSY
     os.close(held)
-    servers.insert(0, wire.BUSY)
+    servers.insert(0, client.BUSY)
     prepare()
     assert servers == []
 
 
 def test_a_process_that_cannot_get_a_server_gives_up(place, servers, monkeypatch):
     monkeypatch.setattr(client, "_READY", 0.1)
-    wire.server_address().parent.mkdir(mode=0o700)
-    held = wire.lock()
+    client.server_address().parent.mkdir(mode=0o700)
+    held = client.lock()
     prepare()
     os.close(held)
     assert servers == [0], "runs start cold"

@@ -12,8 +12,8 @@ from labkit.analysis.prediction import notes
 from labkit.analysis.theory import states
 from labkit.common.units import size
 from labkit.plan.spec import Spec
-from labkit.prediction.cuda import estimates, on_gpus
 from labkit.prediction.devices import BEFORE_HOPPER, DEVICES, FROM_HOPPER
+from labkit.prediction.fitting import estimates, on_gpus
 from labkit.prediction.tracing.allocator import WORKSPACE, Allocator, peaks
 from labkit.record.documents import AllocatorPeak, Plan, SpecFields, decoded, plain
 from labkit.record.writer import OWNERS

@@ -23,10 +23,9 @@ from labkit.figures import chart
 from labkit.figures.prediction import HEADS, Prediction
 from labkit.plan.spec import Spec, SpecError
 from labkit.prediction import predict as planning
-from labkit.prediction.classes import classes
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.predict import cached, on, predict
-from labkit.prediction.tracer import TRACER, TraceFailed, traced
+from labkit.prediction.tracer import TRACER, TraceFailed, classes, traced
 from labkit.record.documents import SpecFields, decoded, plain
 from labkit.record.state import RunState
 from labkit.training.strategies import STRATEGIES
@@ -117,7 +116,7 @@ def test_stages_of_a_pipeline_are_classes_and_many_classes_are_joined_below_the_
     assert classes(spec_of("pp_ddp")) == [[0, 1], [2, 3]]
     spec = spec_of("zero1", workload="gpt", nproc=64)
     held = states(spec)
-    monkeypatch.setattr("labkit.prediction.classes.MOST", 3)
+    monkeypatch.setattr("labkit.prediction.tracer.MOST", 3)
     groups = classes(spec)
     assert len(set(held)) > 3 == len(groups)
     assert sorted(rank for ranks in groups for rank in ranks) == [*range(64)]

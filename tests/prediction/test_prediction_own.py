@@ -16,9 +16,8 @@ import labkit
 from labkit.analysis.prediction import outcomes, sentences
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
-from labkit.prediction.classes import MOST, classes, joined
 from labkit.prediction.predict import cached, predict
-from labkit.prediction.tracer import TRACER, Cancelled, TraceFailed
+from labkit.prediction.tracer import MOST, TRACER, Cancelled, TraceFailed, classes, joined
 
 EXACT = 0.001  # of a measured peak
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other C librari
 
 FRAGMENTED = """
 import ctypes, resource
-from labkit.probe.heap import give_back_memory
+from labkit.probe.memory import give_back_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 def resident():
@@ -27,7 +27,7 @@ print(held - resident())
 """
 TRAINING = """
 import resource, sys
-from labkit.probe.heap import keep_memory
+from labkit.probe.memory import keep_memory
 if sys.argv[1] == "kept":
     keep_memory()
 for step in range(20):

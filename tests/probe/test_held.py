@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from labkit.probe.held import Held
 from labkit.probe.journal import Journal
-from labkit.probe.memory import Census, MemoryWatch
+from labkit.probe.memory import Census, Held, MemoryWatch
 
 CPU = torch.device("cpu")
 
@@ -95,7 +94,7 @@ def test_a_walk_takes_a_thousandth_of_the_time_at_most(monkeypatch):
         now[0] += 0.05
         return []
 
-    monkeypatch.setattr("labkit.probe.held.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("labkit.probe.memory.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(gc, "get_objects", objects)
     held = Held()
     assert held.is_due

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from labkit.probe import loopback
+from labkit.probe import hosts
 
 
 @pytest.fixture
@@ -17,9 +17,7 @@ def make(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     folder = tmp_path / "stores"
-    return lambda: loopback._local_store(
-        TCPStore, folder
-    )  # one for each rank, which are processes of their own in a run
+    return lambda: hosts._local_store(TCPStore, folder)  # one for each rank, which are processes of their own in a run
 
 
 SHORT = {"world_size": 2, "timeout": timedelta(seconds=20), "multi_tenant": True}
@@ -28,7 +26,7 @@ SHORT = {"world_size": 2, "timeout": timedelta(seconds=20), "multi_tenant": True
 def test_a_port_that_another_process_has_taken_is_no_matter(make):
     """What torchrun found free may be taken by the time rank 0 comes to it."""
     with socket.socket() as taken:
-        taken.bind((loopback.LOOPBACK, 0))
+        taken.bind((hosts.LOOPBACK, 0))
         taken.listen()
         port = taken.getsockname()[1]
         others = []
@@ -68,7 +66,7 @@ def test_each_attempt_has_a_store_of_its_own(make, tmp_path, monkeypatch):
 def test_stores_of_other_machines_and_torchrun_s_own_are_left_alone(tmp_path, monkeypatch, agent):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent))
     made = []
-    store = loopback._local_store(lambda host, port, **fields: made.append((host, port, fields)), tmp_path / "stores")
+    store = hosts._local_store(lambda host, port, **fields: made.append((host, port, fields)), tmp_path / "stores")
     host = "127.0.0.1" if agent else "192.0.2.7"
     store(host, 29500, is_master=False, world_size=2)
     assert made == [(host, 29500, {"is_master": False, "world_size": 2})]
@@ -78,6 +76,6 @@ def test_stores_of_other_machines_and_torchrun_s_own_are_left_alone(tmp_path, mo
 def test_who_waits_for_a_rank_0_that_never_comes_asks_the_port_that_was_given(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     made = []
-    store = loopback._local_store(lambda host, port, **fields: made.append(port), tmp_path / "stores")
+    store = hosts._local_store(lambda host, port, **fields: made.append(port), tmp_path / "stores")
     store("localhost", 29500, is_master=False, timeout=timedelta(seconds=0.1))
     assert made == [29500]

@@ -9,7 +9,7 @@ import pytest
 from profiled_steps import MS, PHASES
 
 from labkit.probe import timeline as at
-from labkit.probe.kineto import outside
+from labkit.probe.sampler import outside
 from labkit.probe.timeline import (
     MOST,
     Allocation,

@@ -15,7 +15,7 @@ from fabricate import FakeRun
 
 from labkit.cli import parser as cli
 from labkit.cli.commands import act
-from labkit.probe import kineto
+from labkit.probe import sampler
 from labkit.record.clock import SystemMoment
 from labkit.runs.handle import Run
 
@@ -115,14 +115,14 @@ def test_a_run_without_a_sampled_step_has_no_trace(runs, command):
 
 @pytest.mark.parametrize(
     ("readings", "taken"),
-    [((0, 9), 1), ((0, 900_000, 900_007, 900_020), 2), (range(0, 9_000_000, 90_000), 1 + kineto._TRIES)],
+    [((0, 9), 1), ((0, 900_000, 900_007, 900_020), 2), (range(0, 9_000_000, 90_000), 1 + sampler._TRIES)],
 )
 def test_system_time_and_mark_are_of_one_moment(monkeypatch, readings, taken):
     """A process that loses its core between the two readings takes them again, so often that it ends."""
     times, marks, released = iter(readings), iter(range(1, 100)), []
     monkeypatch.setattr(SystemMoment, "now", lambda: SystemMoment(0, next(times)))
     clock = SimpleNamespace(mark=lambda: next(marks), release=released.extend)
-    _, mark = kineto.moment(clock)
+    _, mark = sampler.moment(clock)
     assert (mark, released) == (taken, list(range(1, taken)))
 
 
@@ -141,21 +141,21 @@ def test_a_profile_ends_when_no_other_thread_runs(monkeypatch):
     thread = threading.Thread(target=other.wait)
     thread.start()
     try:
-        monkeypatch.setattr(kineto, "_runs", runs)
-        kineto.wait_for_other_threads()
-        assert busy["left"] <= 1 - kineto._LOOKS, "it looked until all were at rest, and some times more"
+        monkeypatch.setattr(sampler, "_runs", runs)
+        sampler.wait_for_other_threads()
+        assert busy["left"] <= 1 - sampler._LOOKS, "it looked until all were at rest, and some times more"
         assert str(threading.get_native_id()) not in looks
-        monkeypatch.setattr(kineto, "_runs", lambda task: True)
-        monkeypatch.setattr(kineto, "_UNREST", 0.05)
-        kineto.wait_for_other_threads()  # a thread that never sleeps does not block the run
+        monkeypatch.setattr(sampler, "_runs", lambda task: True)
+        monkeypatch.setattr(sampler, "_UNREST", 0.05)
+        sampler.wait_for_other_threads()  # a thread that never sleeps does not block the run
     finally:
         other.set()
         thread.join()
 
 
 def test_a_thread_that_has_ended_does_not_run(tmp_path):
-    assert not kineto._runs(tmp_path / "gone")
+    assert not sampler._runs(tmp_path / "gone")
     (tmp_path / "stat").write_text("7 (a) R) R 1 1", encoding="ascii")
-    assert kineto._runs(tmp_path)
+    assert sampler._runs(tmp_path)
     (tmp_path / "stat").write_text("7 (R) S 1 1", encoding="ascii")
-    assert not kineto._runs(tmp_path)
+    assert not sampler._runs(tmp_path)

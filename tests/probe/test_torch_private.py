@@ -17,9 +17,9 @@ import labkit
 from labkit.prediction.tracing import torch_private as traces
 from labkit.probe import parts, torch_private
 from labkit.probe.journal import Journal
-from labkit.probe.kineto import LogLevel
+from labkit.probe.memory import Snapshots
 from labkit.probe.parts import MissingName
-from labkit.probe.snapshots import Snapshots
+from labkit.probe.sampler import LogLevel
 from labkit.probe.torch_private import Private
 
 ROWS = {name: row for name, row in vars(torch_private).items() if isinstance(row, Private)}

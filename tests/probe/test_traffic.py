@@ -7,8 +7,7 @@ import torch
 from folded import apply, events_in
 from weaving import exchange
 
-from labkit.probe.collectives import joined, operation, since_then
-from labkit.probe.traffic import sent
+from labkit.probe.traffic import joined, operation, sent, since_then
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
 

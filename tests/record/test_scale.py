@@ -16,7 +16,7 @@ from long_runs import RECORD, opened, written
 from labkit.analysis import metrics
 from labkit.analysis.summary import summarise
 from labkit.figures import CHARTS
-from labkit.launch.system import interval
+from labkit.launch.watch import interval
 from labkit.probe.journal import Journal
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState

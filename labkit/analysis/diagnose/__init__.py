@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from labkit.analysis.diagnose import errors, hang, imbalance, known_errors, mismatch, speed, training, unseen
+from labkit.analysis.diagnose import errors, hang, known_errors, mismatch, speed, training, unseen
 from labkit.analysis.diagnose.finding import Finding
 from labkit.common.units import counted, ranks_in_words
 from labkit.record.state import per_revision
@@ -180,7 +180,7 @@ RULES: tuple[Callable[[RunState], Iterator[Finding]], ...] = (
     speed.synchronised,
     speed.one_unit,
     speed.activations,
-    imbalance.uneven_experts,
+    speed.uneven_experts,
     unseen.trains_elsewhere,
     unseen.trains_beside,
     not_watched,

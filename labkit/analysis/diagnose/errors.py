@@ -6,11 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from labkit.analysis.diagnose.advice import one_of
-from labkit.analysis.diagnose.finding import Finding, shorter, texts
-from labkit.analysis.diagnose.hang import hang
+from labkit.analysis.diagnose.finding import Finding, one_of, shorter, texts
+from labkit.analysis.diagnose.hang import hang, on_hosts
 from labkit.analysis.diagnose.known_errors import KNOWN_ERRORS, KnownError
-from labkit.analysis.diagnose.waits import on_hosts
 from labkit.common.units import counted, ranks_in_words, size
 from labkit.record.ranks import PEER_GONE
 from labkit.record.stacks import place

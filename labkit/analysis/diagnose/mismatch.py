@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from labkit.analysis.diagnose.advice import one_of
-from labkit.analysis.diagnose.finding import Finding, shorter, texts
-from labkit.analysis.diagnose.waits import (
+from labkit.analysis.diagnose.finding import Finding, one_of, shorter, texts
+from labkit.analysis.diagnose.hang import (
     MISMATCH,
     Call,
     blames_peers,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy
 
-from labkit.analysis.diagnose.advice import one_of
-from labkit.analysis.diagnose.finding import DDP, Finding
+from labkit.analysis.diagnose.finding import DDP, Finding, one_of
 from labkit.analysis.metrics import median
 from labkit.common.units import counted, ranks_in_words
 from labkit.record.events import Batch, Epoch, NotFinite, Save

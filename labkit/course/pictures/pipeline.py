@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from labkit.plan.spec import Spec
 from typing import TYPE_CHECKING, Any
 
-from labkit.analysis.clocks import ahead
 from labkit.analysis.metrics import USUAL
+from labkit.analysis.nodes import ahead
 from labkit.analysis.profiled import aligned, profiled_steps
 from labkit.course.pictures.canvas import SCALED, layout
 from labkit.figures import colours

@@ -19,9 +19,7 @@ from labkit.common.text import escape
 # ---- formulas
 
 
-_TEX = re.compile(
-    r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?![\w$])", re.DOTALL
-)
+_TEX = re.compile(r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?![\w$])", re.DOTALL)
 _VERBATIM = ("code", "pre", "kbd", "samp")
 
 

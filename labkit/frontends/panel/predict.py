@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import ipywidgets
 
-from labkit.analysis.guessable import FIGURES
+from labkit.analysis.guess import FIGURES
 from labkit.analysis.prediction import how_made, step_in_words
 from labkit.analysis.theory import Flow, states, theory
 from labkit.common.text import escape

@@ -18,7 +18,7 @@ from labkit.common.units import size
 from labkit.figures.profiled import timeline
 from labkit.figures.tables import ledger_html, outcome_html
 from labkit.frontends.panel.charts import Charts
-from labkit.launch.capture import ask
+from labkit.launch.job import ask
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
 

@@ -17,10 +17,10 @@ from rich.text import Text
 
 from labkit.analysis.comparison import HEADS, Row, cells, recorded_elsewhere, sentences
 from labkit.analysis.diagnose import Finding, findings
-from labkit.analysis.efficiency import efficiency
 from labkit.analysis.guess import sentences as predicted
 from labkit.analysis.ledger import ledger
 from labkit.analysis.metrics import (
+    efficiency,
     gil_wait,
     phase_seconds,
     rank_throughput,

@@ -1,15 +1,16 @@
-"""The launcher's side of a warm start: starts the server, checks whether a run can start warm, and starts it.
-
-A run starts cold if a warm start could behave differently or the server does not answer in time; `Cold` gives the
-reason. Warm starts exist only on Linux.
-"""
+"""The launcher's side of a warm start: starts the server, checks whether a run can start warm, and starts it."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import json
 import os
 import select
 import signal
+import site
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -20,12 +21,274 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit.common.files import check_folder, create
+from labkit.common.files import NotOurs, check_folder, create, runtime_folder
 from labkit.common.processes import TAG
 from labkit.launch import local
-from labkit.launch.warm import wire
-from labkit.launch.warm.facts import facts
 from labkit.probe.lifetime import PARENT
+from labkit.setup.environment import CLONE
+
+# ---- messages over a Unix socket
+
+
+RESERVED = "LABKIT_RESERVED"  # placeholder variable whose memory holds the environment of forked processes, for `ps`
+ROOM = 1 << 15  # its size in bytes, and that of the placeholder argument for the command line
+_MESSAGE = 1 << 16  # maximum bytes of a message; longer data, such as an environment, is passed as an open file
+_MOST_FILES = 8
+BUSY = 75  # EX_TEMPFAIL: exit code of a server that found another one
+REFUSAL = "the warm server refused to serve"  # how the last line of a server's log begins that did not start
+_PEER = struct.Struct("3i")  # pid, uid and gid of SO_PEERCRED
+
+
+def server_address() -> Path:
+    """The socket of this user's server for this interpreter and this copy of labkit. Its folder may not exist yet."""
+    key = "\0".join((sys.executable, sys.prefix, str(CLONE))).encode(errors="surrogateescape")
+    return runtime_folder() / f"{hashlib.sha256(key).hexdigest()[:16]}.socket"
+
+
+def server_log() -> Path:
+    """What the server that was started last wrote."""
+    return server_address().with_suffix(".log")
+
+
+def lock() -> int:
+    """Takes the lock of this user's server until the descriptor is closed. Raises `OSError`, which is `BlockingIOError`
+    if another process has it."""
+    import fcntl  # not on Windows
+
+    file = os.open(server_address().with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def is_locked() -> bool:
+    """Whether there is a server: one that starts, serves or ends."""
+    try:
+        os.close(lock())
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # no server was ever started
+    return False
+
+
+def endpoint() -> socket.socket:
+    """A socket that preserves message boundaries."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def peer(connection: socket.socket) -> int:
+    """The pid of the peer process. Raises `NotOurs` if it belongs to another user."""
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if uid != os.getuid():
+        raise NotOurs(f"process {pid} belongs to another user")
+    return pid
+
+
+def send(connection: socket.socket, message: dict[str, Any], files: Sequence[int] = ()) -> None:
+    """Sends one message with open files. Raises `OSError` if the peer is gone."""
+    socket.send_fds(connection, [json.dumps(message).encode()], files, socket.MSG_NOSIGNAL)
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The next message and its files, which the caller must close. Raises `EOFError` at the end, `OSError` for an
+    invalid message.
+    """
+    data, files, flags, _ = socket.recv_fds(connection, _MESSAGE, _MOST_FILES)
+    if not data and not files:
+        raise EOFError
+    try:
+        message = json.loads(data)
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not isinstance(message, dict):
+            raise ValueError
+        return message, files
+    except ValueError:
+        for file in files:
+            os.close(file)
+        raise OSError("invalid message") from None
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the peer has closed the connection and everything that it sent was received."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+
+
+def as_file(value: Any) -> int:
+    """An in-memory file that contains a value as JSON."""
+    file = os.memfd_create("labkit", os.MFD_CLOEXEC)
+    with open(os.dup(file), "w", encoding="ascii") as text:
+        json.dump(value, text)
+    return file
+
+
+def from_file(file: int) -> Any:
+    """Reads the value that `as_file` wrote and closes the file."""
+    with open(file, encoding="ascii") as text:
+        text.seek(0)
+        return json.load(text)
+
+
+# ---- what a run and its server must have in common
+
+
+# Environment variables that the interpreter, torch or one of its libraries reads during start-up.
+_READ_EARLY = (
+    *(
+        "ATEN_",
+        "BLIS_",
+        "C10_",
+        "DNNL_",
+        "GLIBC_",
+        "GOMP_",
+        "GOTO_",
+        "KINETO_",
+        "KMP_",
+        "LANG",
+        "LC_",
+        "LD_",
+        "MALLOC_",
+        "MKL_",
+    ),
+    *(
+        "NPY_",
+        "NUMEXPR_",
+        "NUMPY_",
+        "OMP_",
+        "ONEDNN_",
+        "OPENBLAS_",
+        "PYTHON",
+        "PYTORCH_",
+        "TORCH_",
+        "TORCHDYNAMO_",
+        "TORCHINDUCTOR_",
+    ),
+    *("TRITON_", "VECLIB_", "XLA_"),
+)
+# Read when code is compiled, and set by torch itself in a process that has compiled.
+_READ_LATE = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+# Set by scikit-learn in a process that has imported it, for an OpenMP runtime that is loaded later.
+_SET_BY_IMPORTS = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
+_ADDED_BY_RANKS = {"KINETO_LOG_LEVEL": "99"}  # see probe/__main__.py
+_STATUS = ("Umask", "Groups", "Cpus_allowed_list", "Mems_allowed_list", "NoNewPrivs", "Seccomp", "CapEff")
+_RESET = (
+    "SIGINT",
+    "SIGHUP",
+    "SIGQUIT",
+    "SIGTERM",
+    "SIGCHLD",
+    "SIGPIPE",
+    "SIGXFSZ",
+)  # by supervisor and agent, or by every Python
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+
+
+def facts(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The facts of a process that this process would start now with this environment."""
+    early = _ADDED_BY_RANKS | {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_EARLY) and name not in _READ_LATE and _SET_BY_IMPORTS.get(name) != value
+    }
+    variables = {f"the environment variable {name}": value for name, value in sorted(early.items())}
+    return {"the version of labkit": _labkit(), "the installed packages": _packages()} | variables | _inherited()
+
+
+def difference(server: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    """The first fact in which server and run differ, as a phrase; empty if there is none."""
+    return next((name for name in sorted({*server, *run}) if server.get(name) != run.get(name)), "")
+
+
+def shadowing(folders: set[str]) -> str:
+    """A file or package in these folders that a new process would import instead of a module loaded here; empty if
+    there is none.
+    """
+    loaded = {name: module for name, module in list(sys.modules.items()) if "." not in name and name != "__main__"}
+    for folder in sorted(folders):
+        try:
+            names = os.listdir(folder)  # noqa: PTH208 - names alone
+        except OSError:
+            continue
+        for name in names:
+            path = Path(folder, name)
+            module = loaded.get(name.partition(".")[0])
+            if module is None or not _is_module(path) or module.__name__ in sys.builtin_module_names:
+                continue
+            origin = getattr(module, "__file__", None)
+            if origin is None or not _same(path / "__init__.py" if path.is_dir() else path, Path(origin)):
+                return str(path)
+    return ""
+
+
+def _is_module(path: Path) -> bool:
+    return path.suffix in (".py", ".so") or (not path.suffix and (path / "__init__.py").is_file())
+
+
+def _same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False
+
+
+def _labkit() -> str:
+    """A hash that changes with every change of labkit's code."""
+    state = hashlib.sha256()
+    for folder, folders, files in os.walk(CLONE / "labkit"):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        for name in sorted(files):
+            if name.endswith(".py"):
+                found = Path(folder, name).stat()
+                state.update(f"{folder}/{name} {found.st_mtime_ns} {found.st_size}\n".encode(errors="surrogateescape"))
+    return state.hexdigest()
+
+
+def _packages() -> list[Any]:
+    """A value that changes when a package is installed, upgraded or removed, in particular torch."""
+    torch = importlib.util.find_spec("torch")
+    places = [*site.getsitepackages(), site.getusersitepackages(), *([torch.origin] if torch and torch.origin else [])]
+    return [sys.version, *([place, _changed(place)] for place in places)]
+
+
+def _changed(place: str) -> int:
+    try:
+        return Path(place).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _inherited() -> dict[str, Any]:
+    """What a child inherits from its parent besides the environment."""
+    import resource  # not on Windows
+
+    limits = {name: resource.getrlimit(kind) for name, kind in vars(resource).items() if name.startswith("RLIMIT_")}
+    status = dict(
+        line.split(":\t", 1)
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        if ":\t" in line
+    )
+    spaces = [str(Path("/proc/self/ns", name).readlink()) for name in _NAMESPACES]
+    cgroup = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="surrogateescape")
+    return {
+        "the signals that are ignored": (
+            int(status["SigIgn"], 16) & ~sum(1 << signal.Signals[name] - 1 for name in _RESET)
+        ),
+        "the user": [os.getuid(), os.geteuid(), os.getgid(), os.getegid()],
+        "the limits of the process": {name: list(limit) for name, limit in limits.items()},
+        "the priority of the process": os.getpriority(os.PRIO_PROCESS, 0),
+        "the scheduling of the process": os.sched_getscheduler(0),
+        "the rights of the process": [status.get(name, "").strip() for name in _STATUS],
+        "the container of the process": [*spaces, cgroup],
+    }
+
+
+# ---- the launcher's side of a warm start
+
 
 FORCE_COLD = "LABKIT_COLD"  # environment variable; if set, every run starts cold
 IDLE = 900.0  # seconds without a run after which a server exits
@@ -121,12 +384,12 @@ class Consent:
 
     def _fork(self, what: str, arguments: Mapping[str, Any], files: Sequence[int]) -> tuple[int, int] | Cold:
         """The pid of a forked process, and a handle of it."""
-        how = wire.as_file(arguments)
+        how = as_file(arguments)
         with self._connection:
             try:
                 self._connection.settimeout(_START)
-                wire.send(self._connection, {"ask": what}, [how, *files])
-                answer, handles = wire.receive(self._connection)
+                send(self._connection, {"ask": what}, [how, *files])
+                answer, handles = receive(self._connection)
             except (EOFError, OSError) as error:
                 return Cold(f"the warm server did not start the run: {_in_words(error)}")
             finally:
@@ -187,7 +450,7 @@ def _prepare(environment: Mapping[str, str]) -> None:
         return
     last = time.monotonic() + _READY
     while not _is_served(environment) and time.monotonic() < last:
-        if not wire.is_locked() and _start_server(environment) != wire.BUSY:
+        if not is_locked() and _start_server(environment) != BUSY:
             return
         time.sleep(_LOOK)
 
@@ -200,33 +463,33 @@ def _is_served(environment: Mapping[str, str]) -> bool:
         return False
     with connection, suppress(EOFError, OSError):  # if it was killed in the meantime
         try:
-            wire.send(connection, {"ask": "want", "facts": facts(environment)})
-            if not wire.receive(connection)[0]["differs"]:
+            send(connection, {"ask": "want", "facts": facts(environment)})
+            if not receive(connection)[0]["differs"]:
                 return True
-            wire.send(connection, {"ask": "replace"})
-            if not wire.receive(connection)[0]["leaves"]:
+            send(connection, {"ask": "replace"})
+            if not receive(connection)[0]["leaves"]:
                 return True  # others need it
         except TimeoutError:
             return True  # it hangs, and does not give up its lock
-        wire.receive(connection)  # wait until it has exited
+        receive(connection)  # wait until it has exited
     return False
 
 
 def _start_server(environment: Mapping[str, str]) -> int | None:
     """Starts a server and waits for it, so that it does not become a zombie. Returns its exit code; None if it cannot
     be started."""
-    address = wire.server_address()
+    address = server_address()
     try:
         create(address.parent)
         flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        log = os.open(wire.server_log(), flags, 0o600)
+        log = os.open(server_log(), flags, 0o600)
     except OSError:
         return None  # runs start cold and report why
     try:
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "labkit.launch.warm.server", repr(IDLE), str(os.getpid()), "." * wire.ROOM],
+            [sys.executable, "-u", "-m", "labkit.launch.warm.server", repr(IDLE), str(os.getpid()), "." * ROOM],
             cwd=address.parent,  # a folder where no file can shadow a module
-            env={wire.RESERVED: "." * wire.ROOM}
+            env={RESERVED: "." * ROOM}
             | {name: value for name, value in environment.items() if name not in (TAG, PARENT)},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -241,13 +504,13 @@ def _start_server(environment: Mapping[str, str]) -> int | None:
 def _connect() -> socket.socket | Cold:
     if not _AVAILABLE:
         return Cold()
-    address = wire.server_address()
-    connection = wire.endpoint()
+    address = server_address()
+    connection = endpoint()
     connection.settimeout(ANSWER)
     try:
         check_folder(address.parent)
         connection.connect(str(address))
-        wire.peer(connection)
+        peer(connection)
         return connection
     except FileNotFoundError:
         problem = Cold(_refusal())
@@ -262,16 +525,16 @@ def _connect() -> socket.socket | Cold:
 def _refusal() -> str:
     """Why the server that was started last does not serve; empty if it did not refuse, or none was started."""
     try:
-        *_, last = wire.server_log().read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+        *_, last = server_log().read_text(encoding="utf-8", errors="replace").splitlines() or [""]
     except OSError:
         return ""
-    return last if last.startswith(wire.REFUSAL) else ""
+    return last if last.startswith(REFUSAL) else ""
 
 
 def _ask(connection: socket.socket, message: dict[str, Any]) -> dict[str, Any] | Cold:
     try:
-        wire.send(connection, message)
-        return wire.receive(connection)[0]
+        send(connection, message)
+        return receive(connection)[0]
     except (EOFError, OSError) as error:
         return Cold(f"the warm server did not respond: {_in_words(error)}")
 

@@ -1,21 +1,167 @@
-"""Forked processes with the interface of started ones: `Child` is to a function what `subprocess.Popen` is to a
-command.
-"""
+"""Forked processes with the interface of started ones, and how each is reset to the state of a newly started one."""
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import faulthandler
+import gc
+import importlib
+import io
+import itertools
+import multiprocessing.process
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from labkit.launch.warm.fresh import Origin, redirect
+from labkit.launch.warm.client import RESERVED
+
+# ---- the state of a newly started process
+
+
+_PR_SET_NAME = 15
+_MOST = os.sysconf("SC_OPEN_MAX")  # descriptors
+_libc = ctypes.CDLL(None)  # loaded now, because nothing should be loaded after a fork
+_comm = Path("/proc/self/comm")
+_registered: list[Callable[..., Any]] = []  # exit functions of the parent
+_register = atexit.register
+
+
+class Origin:
+    """The state of this process before it starts serving, which every forked process restores."""
+
+    def __init__(self) -> None:
+        stat = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+        self._arguments = int(stat[45]), int(stat[46])
+        block = Path("/proc/self/environ").read_bytes()
+        start = block.find(f"{RESERVED}=".encode())
+        self._environ = (0, 0) if start < 0 else (int(stat[47]) + start, int(stat[47]) + block.index(b"\0", start))
+        self._name = _comm.read_bytes().strip()
+        self._handles_faults = faulthandler.is_enabled()
+        self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        atexit.register = _note  # functions registered from here on belong to this process
+
+    def restore(self, argv: Sequence[str], environment: Mapping[str, str], orig_argv: Sequence[str]) -> None:
+        """Sets the arguments and the environment of this process, and restores everything else."""
+        self._restore_signals()
+        if faulthandler.is_enabled() and not self._handles_faults:
+            faulthandler.disable()
+        for function in _registered:
+            atexit.unregister(function)
+        _registered.clear()
+        atexit.register = _register
+        os.environ.clear()
+        os.environ.update(environment)
+        time.tzset()
+        sys.argv[:], sys.orig_argv[:] = argv, orig_argv
+        sys.path[0] = os.getcwd()  # noqa: PTH109 - as python names it
+        importlib.invalidate_caches()
+        self._update_proc(orig_argv, environment)
+        _reseed()
+
+    def set_title(self, argv: Sequence[str]) -> None:
+        """Sets the command line that `ps` shows."""
+        start, end = self._arguments
+        _write(start, end, " ".join(argv).encode(errors="surrogateescape")[: end - start - 2])
+        ctypes.memset(end - 1, ord("."), 1)  # tells the kernel that the command line ends at its first zero
+
+    def _restore_signals(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._handlers.items():
+            if (
+                number not in (signal.SIGKILL, signal.SIGSTOP)
+                and handler is not None
+                and signal.getsignal(number) != handler
+            ):
+                with suppress(OSError, ValueError):  # signals reserved by the C library
+                    signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+    def _update_proc(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Sets the command line, environment and name that `ps` and other processes see."""
+        self.set_title(argv)
+        first = {name: value for name, value in environment.items() if name.startswith("LABKIT_")}
+        variables = [
+            f"{name}={value}\0".encode(errors="surrogateescape") for name, value in (first | dict(environment)).items()
+        ]
+        room = self._environ[1] - self._environ[0]
+        ends = itertools.accumulate(map(len, variables))
+        _write(*self._environ, b"".join(one for one, end in zip(variables, ends) if end < room))
+        _libc.prctl(_PR_SET_NAME, self._name, 0, 0, 0)
+
+
+def _note(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    _registered.append(function)
+    return _register(function, *args, **kwargs)
+
+
+def _write(start: int, end: int, data: bytes) -> None:
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, data, len(data))
+
+
+def _reseed() -> None:
+    """Renews random state that a new process initialises on import and that forked siblings would otherwise share."""
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
+    tempfile.tempdir = None
+    process = multiprocessing.process
+    process.current_process().authkey = os.urandom(32)
+    process._children.clear()
+    process._process_counter = itertools.count(1)
+
+
+def redirect(stdin: int, stdout: int, stderr: int, keep: Sequence[int] = ()) -> None:
+    """Installs three open files as standard streams and closes all other descriptors except `keep`, including their
+    objects.
+    """
+    kept = {0, 1, 2, *keep}
+    # duplicate all first, because they may have the numbers 0 to 2
+    given = [os.dup(file) for file in (stdin, stdout, stderr)]
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if issubclass(kind, socket.socket):
+            if thing.fileno() > 2:
+                thing.detach()
+        elif issubclass(kind, io.FileIO) and not thing.closed and thing.fileno() not in kept:
+            thing.close()
+    for number, file in enumerate(given):
+        os.dup2(file, number)
+    last = 3
+    for number in sorted({*kept, _MOST}):
+        if number > 2:
+            os.closerange(last, number)
+            last = number + 1
+    sys.stdin = sys.__stdin__ = _stream(0, "<stdin>", sys.stdin)
+    sys.stdout = sys.__stdout__ = _stream(1, "<stdout>", sys.stdout)
+    sys.stderr = sys.__stderr__ = _stream(2, "<stderr>", sys.stderr)
+
+
+def _stream(number: int, name: str, like: io.TextIOWrapper) -> io.TextIOWrapper:
+    """A standard stream as `python -u` creates it."""
+    raw = io.FileIO(number, "w" if number else "r", closefd=False)
+    raw.name = name
+    buffer = raw if number else io.BufferedReader(raw)
+    text = io.TextIOWrapper(buffer, like.encoding, like.errors, newline="\n" if number else None, write_through=True)
+    text.mode = "w" if number else "r"
+    return text
+
+
+# ---- forked processes with the interface of started ones
+
 
 _LOOK = 0.005  # seconds between two polls in `wait`
 _FAILED = 1  # exit code of a process that could not start

@@ -14,8 +14,7 @@ import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from labkit.launch import supervisor
-from labkit.launch.warm.fork import Child, fork, has_gpu_open
-from labkit.launch.warm.fresh import Origin
+from labkit.launch.warm.fork import Child, Origin, fork, has_gpu_open
 from labkit.probe import __main__ as probe
 from labkit.probe.torch_private import CALLER, START_PROCESS, STDERR, STDOUT
 

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from labkit.common.files import create
-from labkit.launch.warm import facts, wire
-from labkit.launch.warm.fork import Child, has_gpu_open
-from labkit.launch.warm.fresh import Origin
+from labkit.launch.warm import client
+from labkit.launch.warm.fork import Child, Origin, has_gpu_open
 from labkit.probe import lifetime
 
 _IMPORTS = (
@@ -49,7 +48,7 @@ _IMPORTS = (
         "labkit.probe.__main__",
         "labkit.probe.runner",
     ),
-    *("labkit.probe.hooks", "labkit.probe.loopback", "labkit.probe.position", "labkit.probe.waiting"),
+    *("labkit.probe.hooks", "labkit.probe.hosts", "labkit.probe.position", "labkit.probe.waiting"),
 )
 _LOOK = 1.0  # seconds between two checks of the processes that requested the server
 
@@ -91,16 +90,16 @@ class Server:
         """Answers one message; closes a connection that ends or sends an invalid message."""
         files: list[int] = []
         try:
-            pid = wire.peer(connection)
-            message, files = wire.receive(connection)
+            pid = client.peer(connection)
+            message, files = client.receive(connection)
             forks = {"start": self._start, "trace": self._trace}
             if message["ask"] in forks:
                 child = forks[message["ask"]](connection, files)
                 files.append(os.pidfd_open(child.pid))
-                wire.send(connection, {"pid": child.pid}, files[-1:])
+                client.send(connection, {"pid": child.pid}, files[-1:])
             else:
                 answers = {"about": self._about, "want": self._want, "replace": self._replace, "consent": self._consent}
-                wire.send(connection, answers[message["ask"]](pid, message, connection))
+                client.send(connection, answers[message["ask"]](pid, message, connection))
         except (EOFError, OSError, LookupError, TypeError, ValueError):
             self._selector.unregister(connection)
             self._granted.discard(connection)
@@ -114,7 +113,7 @@ class Server:
 
     def _want(self, pid: int, message: dict[str, Any], *_: Any) -> dict[str, Any]:
         """Registers the process if its facts match this server; returns the difference otherwise."""
-        differs = facts.difference(self._facts, message["facts"])
+        differs = client.difference(self._facts, message["facts"])
         if not differs:
             self.want(pid)
             self._used = time.monotonic()
@@ -127,9 +126,9 @@ class Server:
 
     def _consent(self, pid: int, message: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
         """Whether a run can start warm: empty if it can, otherwise the reason."""
-        if differs := facts.difference(self._facts, message["facts"]):
+        if differs := client.difference(self._facts, message["facts"]):
             return {"cold": f"the warm server differs in {differs}"}
-        if shadow := facts.shadowing(set(message["folders"])):
+        if shadow := client.shadowing(set(message["folders"])):
             return {"cold": f"the warm server has already imported a different module than {shadow}"}
         self._granted.add(connection)
         return {"cold": ""}
@@ -153,10 +152,10 @@ class Server:
     def _agreed(self, connection: socket.socket, files: list[int]) -> dict[str, Any]:
         """The arguments of a process to which this server has consented."""
         self._granted.remove(connection)
-        if wire.is_closed(connection):
+        if client.is_closed(connection):
             raise EOFError  # this process was suspended, and the other one has started cold
         self._used = time.monotonic()
-        return wire.from_file(os.dup(files[0]))
+        return client.from_file(os.dup(files[0]))
 
 
 def _wake_on_child() -> int:
@@ -176,22 +175,22 @@ def _reap(wakes: int) -> None:
 
 
 def _refuse(reason: str) -> None:
-    sys.exit(f"{wire.REFUSAL} (process {os.getpid()} of {sys.executable}): {reason}")
+    sys.exit(f"{client.REFUSAL} (process {os.getpid()} of {sys.executable}): {reason}")
 
 
 def main(idle: str, wanted_by: str) -> None:
     """Serves unless this user already has a server. `wanted_by` is the pid of the process that requested it."""
-    address = wire.server_address()
+    address = client.server_address()
     create(address.parent)
     try:
-        lock = wire.lock()
+        lock = client.lock()
     except BlockingIOError:
-        sys.exit(wire.BUSY)
+        sys.exit(client.BUSY)
     # a notebook kernel ignores SIGINT, and forked processes would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    own = facts.facts(os.environ)  # before the imports change the environment
+    own = client.facts(os.environ)  # before the imports change the environment
     for name in _IMPORTS:
         importlib.import_module(name)
     threads = len(list(Path("/proc/self/task").iterdir()))
@@ -203,7 +202,7 @@ def main(idle: str, wanted_by: str) -> None:
     origin.set_title([sys.executable, "-m", "labkit.launch.warm.server"])
     gc.collect()
     gc.freeze()
-    with wire.endpoint() as listener:
+    with client.endpoint() as listener:
         address.unlink(missing_ok=True)
         listener.bind(str(address))
         listener.listen()

@@ -8,10 +8,10 @@ from math import gcd
 
 from labkit.prediction.collectives import CommunicationModel
 from labkit.prediction.devices import Accelerator, Device
-from labkit.prediction.roofline import product_seconds
 from labkit.prediction.scale.frameworks import USABLE
 from labkit.prediction.scale.layouts import Layout
 from labkit.prediction.scale.model import Model
+from labkit.prediction.timing import product_seconds
 
 # Products in fp8 by how numbers are scaled: their efficiency, relative to that in 16 bits, and the traffic of all other
 # operations, relative to that without conversions. Fitted to torchtitan's benchmarks.

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from labkit.prediction.tracing import silent, world
 from labkit.prediction.tracing.phases import Phases
 from labkit.prediction.tracing.script import load
-from labkit.probe.heap import keep_memory
+from labkit.probe.memory import keep_memory
 from labkit.probe.torch_private import NEXT_BATCH
 
 _FIRST = 4  # steps before the first measured one: optimizer state exists, buckets are final, caches are warm

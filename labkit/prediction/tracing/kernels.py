@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from labkit.prediction.tracing.torch_private import SCHEMA, TREE_ITER, TREE_MAP
-from labkit.probe.kineto import LogLevel, taken
+from labkit.probe.sampler import LogLevel, taken
 from labkit.probe.torch_private import EVENT_TYPE, KINETO_TREE
 
 MOST = 128 << 20

@@ -31,7 +31,7 @@ from labkit.probe.clocks import CpuClock
 from labkit.probe.hooks import watch_steps
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.patches import Patches
-from labkit.probe.script import code_of
+from labkit.probe.runner import code_of
 from labkit.probe.steps import StepWatch
 
 STEPS = 3  # the first typical one, whatever wraps the model

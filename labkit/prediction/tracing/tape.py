@@ -34,9 +34,9 @@ from labkit.prediction.tracing.torch_private import (
     WITHOUT_MODES,
 )
 from labkit.prediction.tracing.work import Work
-from labkit.probe.collectives import operation
 from labkit.probe.memory import Census
 from labkit.probe.timeline import Allocation
+from labkit.probe.traffic import operation
 
 tree_iter = TREE_ITER.get()
 _READS, _WAIT = READ_NUMBER.get(), WAIT.get()
