@@ -28,7 +28,7 @@ from labkit.common.processes import (
 from labkit.common.text import visible_line
 from labkit.launch import local
 from labkit.launch.ending import close, end_processes, reserve
-from labkit.launch.leases import keep_quota
+from labkit.launch.quota import keep_quota
 from labkit.launch.slurm_client import cancel
 from labkit.launch.starting import LaunchError, start_supervisor, warm_or_cold
 from labkit.plan.script import command, write_script

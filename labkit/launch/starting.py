@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from labkit.common.processes import end, of_folder
-from labkit.launch import watch, watchdog
+from labkit.launch import report, watchdog
 from labkit.launch.warm.client import Cold, Consent, Started, consent
 from labkit.plan.spec import Spec
 from labkit.record.documents import LaunchPlan
@@ -76,7 +76,7 @@ def _await_status(folder: RunFolder, before: int | None, process: Started | subp
     while _written(folder) == before:
         if process.returncode is not None or time.monotonic() > last:
             why = (
-                watch.last_line(folder, folder.supervisor_log)
+                report.last_line(folder, folder.supervisor_log)
                 or f"its supervisor wrote no status for {_START_LIMIT:g} s"
             )
             raise LaunchError(f"the run could not be started: {why}")

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from labkit.launch.ending import create_temporary
 from labkit.launch.leases import Lease, LeaseError
+from labkit.launch.remains import create_temporary
 from labkit.launch.watchdog import release
 from labkit.probe import lifetime
 from labkit.record.documents import LaunchPlan
