@@ -2,4 +2,33 @@
 steps, findings.
 
 It never imports torch, `launch` or front ends.
+
+`analysis/metrics.py` has one definition of each figure of speed: which steps count (not the first of an attempt,
+which is warm-up), the medians of a step and its phases, throughput, pace and time left. No other module computes a
+median or reads the times of steps, which a test enforces; summary, comparison, claims, charts, findings and front
+ends therefore show the same number. `analysis/summary.py` puts the figures of a run into one dict, and
+`analysis/trace.py` writes its profiled steps in Chrome's format. It relates the speed to the devices, too: FLOP/s and
+MFU. `analysis/theory/` has what each strategy sends per step and stores between steps: formulas, which the row of a
+strategy names and which add up; `analysis/ledger.py` compares the measurement with it, and says why they differ.
+`analysis/guess.py` has the table of the figures that a learner can predict, each of them one of the summary, and the
+outcome in numbers and sentences.
+
+`analysis/diagnose/` reads the state for causes, one function per rule, the most severe finding first:
+
+- `analysis/diagnose/errors.py`, `analysis/diagnose/known_errors.py`: runs that fail; the table of errors that are
+  recognised by their message
+- `analysis/diagnose/hang.py`: runs that make no progress; which rank waits in which collective of which process
+  group. `analysis/diagnose/mismatch.py`: collectives that do not match
+- `analysis/diagnose/training.py`: runs that train something else
+- `analysis/diagnose/speed.py`: runs that are slow or large, and mixtures of experts whose load is uneven
+- `analysis/diagnose/unseen.py`: training that the probe cannot observe
+
+`analysis/diagnose/finding.py` words each fix for the script that ran: as an option if a strategy ran, as a line of
+PyTorch otherwise.
+
+`analysis/comparison.py` has the rows of a comparison, live or recorded, for every front end. `plan` in
+`runs/comparing.py` settles all Specs before the first run starts (the same global batch, seed and order of samples;
+`single` first), and `Comparing` runs them one after another. `analysis/equivalence.py` assembles the shards that the
+ranks recorded into whole tensors and awards the badge; `departures` in `training/strategies/rules.py` collects the
+reasons why a run is expected to differ.
 """

@@ -36,4 +36,32 @@ labkit, the probe imports only the event writer (`record`).
 `hosts`             several nodes: the store on loopback, the hosts of all ranks, nodes that are cut off
 `link_times`        a script of its own: times collectives, for `labkit doctor --calibrate`
 =================== ==================================================================================================
+
+`python -m labkit.probe train.py` (or `-m package.module`) runs an unmodified script and observes it through torch's
+own hooks (`probe/hooks.py`): optimizer steps, outermost forwards, backward, data loaders, `torch.monitor`. A part of
+the probe that fails is switched off and recorded once (`probe_error`); the script and the other parts continue.
+
+Everything that the probe replaces or registers is in one table, and is installed and removed in one place
+(`probe/patches.py`), each function guarded on its own. The private names of torch are in another table
+(`probe/torch_private.py`), each with the part that is lost without it; `probe/parts.py` says what is then not
+measured, and a finding repeats it. `tests/probe/test_torch_private.py` renames one name at a time and expects exactly
+that part to be lost.
+
+Profiled steps. `probe/sampler.py` runs torch's profiler for one step in fifty, for an early one, and for those that
+`capture.json` requests; `probe/sampler.py` reads its results. `probe/timeline.py`, pure functions over plain rows,
+computes a timeline from it (what computes, what sends, what is exposed) and, from the allocations of the step and a
+census before it, a curve of memory by owner. Four problems are worked around: kineto crashes if the garbage collector
+frees an old result during a new profile, therefore results are freed at once; glibc keeps most of what they took, and
+the process would grow, therefore `probe/memory.py` returns it to the system; the CPU allocator warns of every block
+that is older than the profile, therefore torch's log level is raised for that step; and a block that a gloo thread
+frees is not reported, therefore an address that is allocated again counts as freed. When a rank starts,
+`probe/memory.py` also makes glibc keep what a step frees for the next one. Otherwise it would do so from some step
+on, or never, depending on what else was freed: a warm run of the CNN took 80 ms per step, and a cold one 92.
+`probe/samples.py` notes what only a comparison of ranks shows (digests of first batches, epochs of samplers, paths of
+saved files).
+
+Hangs and crashes. `probe/waiting.py` is a thread that notices a lack of progress, and writes stacks and collectives
+while it lasts. `probe/position.py` serves the cases in which this thread cannot run: it keeps the current line in a
+small file, and faulthandler writes the stacks at a fatal signal, or when a C call has held the GIL for too long.
+`os._exit` is wrapped, which reports even this exit with its line.
 """

@@ -15,6 +15,8 @@ PAGES = (
     "labkit/REFERENCE.md",
     "labkit/MEASUREMENTS.md",
     "labkit/training/strategies/README.md",
+    "tests/README.md",
+    "tests/cuda_stand_in/README.md",
 )
 
 

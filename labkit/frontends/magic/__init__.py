@@ -2,10 +2,8 @@
 table of ranks.
 
 =========== ===========================================================================
-`torchrun`  the magic, which `%load_ext labkit` registers
+`torchrun`  the magic, which `%load_ext labkit` registers; the run of a cell, its output
 `cell`      parses the cell and generates its script
-`following` the run of a cell from start to end, and its reports
-`output`    the current output as HTML and as text
 `reporting` `report`, the only part that runs in the ranks
 =========== ===========================================================================
 """
