@@ -21,6 +21,7 @@ _HOMES = {  # no function may have the name of a subpackage: importing the subpa
     "compare": "labkit.api",
     "diff_scripts": "labkit.plan.script",
     "excerpt": "labkit.plan.script",
+    "guess": "labkit.runs.guesses",
     "my_progress": "labkit.course.exercises",
     "on_trial": "labkit.course.claims",
     "pictures": "labkit.course.pictures",

@@ -29,7 +29,6 @@ from labkit.prediction.scale.step import estimate
 from labkit.prediction.timing import modelled, timed
 from labkit.record.follow import Follower
 from labkit.runs.comparing import Comparing, plan
-from labkit.runs.guesses import Guess, guess
 from labkit.runs.handle import Run, named, with_ranks
 from labkit.runs.notebook import cell, in_notebook
 
@@ -88,13 +87,8 @@ def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: An
     return Comparing(*plan(strategies, **fields), cold=cold, show=show).start()
 
 
-@overload
-def predict(what: str | Spec, value: None = None, *, machine: str | None = None, **fields: Any) -> Prediction: ...
-@overload
-def predict(what: str, value: Any) -> Guess: ...
-def predict(what: str | Spec, value: Any = None, *, machine: str | None = None, **fields: Any) -> Prediction | Guess:
-    """The memory and traffic of every rank, predicted without running anything, and without a GPU. Or, with the name of
-    a figure and a value, your own prediction of the next run: `predict("peak_mb", 40)`.
+def predict(what: str | Spec, *, machine: str | None = None, **fields: Any) -> Prediction:
+    """The memory and traffic of every rank, predicted without running anything, and without a GPU.
 
     `what` is a strategy's name, the path of a script (it ends in `.py`) or a `Spec`, `fields` are the Spec's other
     fields, as for `run`; any number of ranks is possible. The script, generated or your own, is traced in a separate
@@ -104,19 +98,9 @@ def predict(what: str | Spec, value: Any = None, *, machine: str | None = None, 
     machine, such as `a100x8`, it is modelled from the traced kernels and the machine's published figures.
     Raises `SpecError`, `TraceFailed` for a script of your own that cannot be traced and for a step that cannot be
     measured, `ValueError` for an unknown machine, `LookupError` for a time that is not known on this machine.
-
-    Your own prediction is one value, or one per rank: a list, or `{0: 40, 1: 38}`. The next run that this session
-    starts stores it; comparisons and claims do not. `speedup` is for the next comparison: one value, or one per
-    strategy such as `{"ddp": 1.8}`. When displayed, it is a statement, and after the run the outcome; with three dots
-    (`...`) as its value, it asks for one. The message of the `ValueError` for an unknown figure has the names of all.
     """
-    if value is not None:
-        if machine is not None or fields:
-            names = ", ".join([*(["machine"] if machine is not None else []), *fields])
-            raise ValueError(f"your own prediction takes a figure and a value only; remove {names}")
-        return guess(what, value)
     if isinstance(what, str) and what in FIGURES:
-        raise ValueError(f"{what} is a figure: give the value that you predict, such as predict({what!r}, 40)")
+        raise ValueError(f"{what} is a figure, which a learner guesses: use guess({what!r}, 40)")
     asked = named(what, **fields)
     if machine is not None and device(machine).name != HERE:
         spec = with_ranks(replace(asked, device="cuda") if asked.device == "auto" else asked)

@@ -25,7 +25,7 @@
 # Run a cell with **Shift + Enter**. The cells of this lab compute for about 1 minute on two cores.
 
 # %%
-from labkit import Lab, Spec, check, diff_scripts, my_progress, predict, run, show, write_script
+from labkit import Lab, Spec, check, diff_scripts, guess, my_progress, run, show, write_script
 
 # %% [markdown]
 # ## What torchrun does
@@ -96,8 +96,8 @@ print("two ranks:", Spec(strategy="ddp", nproc=2).batch_sentence)
 one.wait()  # so that the two runs do not share the machine
 speed = one.summary()["samples_per_second"] or 0
 print(f"one rank: {speed:,.0f} samples/s")
-guess = predict("samples_per_second", ...)
-guess
+my_guess = guess("samples_per_second", ...)
+my_guess
 
 # %% [markdown]
 # Now run it. Without `nproc`, labkit uses every GPU of this machine, or two CPU ranks if there is no GPU.
@@ -109,7 +109,7 @@ show(two)
 
 # %%
 two.wait()
-guess
+my_guess
 
 # %% [markdown]
 # <details class="answer"><summary>Was it twice as fast?</summary>

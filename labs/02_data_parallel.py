@@ -25,7 +25,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from labkit import Spec, check, compare, excerpt, pictures, place, predict, run, show
+from labkit import Spec, check, compare, excerpt, guess, pictures, place, run, show
 
 HERE = place(2)
 print(HERE)
@@ -193,7 +193,7 @@ print(f"a thread that only requests the lock waits {dp.summary()['gil_wait'] or 
 # speed-ups over it that you expect, such as `{"dp": 1.1, "ddp": 1.2}`.
 
 # %%
-guess = predict("speedup", ...)
+my_guess = guess("speedup", ...)
 both = compare(["dp", "ddp"], **HERE, batch_size=128, steps=10)
 show(both)
 
@@ -202,7 +202,7 @@ both.wait()
 for row, each in zip(both.rows, both.runs):
     speed = f"{row.samples_per_second or 0:,.0f} samples/s"
     print(f"{row.title:7} processes: {each.state.world_size}   loss {row.loss:.3f}   {speed}")
-guess
+my_guess
 
 # %% [markdown]
 # The loss is the same up to rounding, and the rounding differences grow with every step: DP and DDP are two

@@ -24,7 +24,7 @@
 # minute on two cores.
 
 # %%
-from labkit import Spec, check, excerpt, pictures, place, predict, run, show
+from labkit import Spec, check, excerpt, guess, pictures, place, run, show
 
 HERE = place(2)
 # %load_ext labkit
@@ -134,7 +134,7 @@ for ranks in (1, 2, 4):
 # send per step, with 405,898 parameters of 4 bytes? Replace the three dots; the run compares.
 
 # %%
-guess = predict("sent_mb", ...)  # MiB per rank and step: all gradients out, and the average back
+my_guess = guess("sent_mb", ...)  # MiB per rank and step: all gradients out, and the average back
 ddp = run("ddp", **HERE, steps=10)
 show(ddp)
 
@@ -152,7 +152,7 @@ show(ddp)
 ddp.wait().ledger()
 
 # %%
-guess
+my_guess
 
 # %% [markdown]
 # ## Which rank gets which samples
@@ -207,12 +207,12 @@ for fault in ("no_sampler", "no_set_epoch"):
 
 # %%
 SETTING = {**HERE, "workload": "gpt", "batch_size": 4, "steps": 10}
-guess = predict("overlapped_percent", ...)
+my_guess = guess("overlapped_percent", ...)
 coarse = run("ddp", **SETTING, options={"bucket_mb": 25}).wait()
 coarse.figure("timeline")
 
 # %%
-guess
+my_guess
 
 # %% [markdown]
 # There is one bucket. It is full when the gradient of the *first* layer is ready, which is the end of backward. So it

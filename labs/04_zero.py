@@ -24,7 +24,7 @@
 # another. The cells of this lab compute for about 1 minute on two cores.
 
 # %%
-from labkit import Spec, SpecError, check, excerpt, pictures, place, predict, run, show
+from labkit import Spec, SpecError, check, excerpt, guess, pictures, place, run, show
 
 HERE = place(2)
 GPT = {**HERE, "workload": "gpt", "batch_size": 2, "precision": "fp32", "steps": 10, "samples": 100}
@@ -84,13 +84,13 @@ pictures.sharding.who_holds_what(ranks=4)
 # run compares your number.
 
 # %%
-guess = predict("peak_mb", ...)  # MiB per rank
+my_guess = guess("peak_mb", ...)  # MiB per rank
 ddp = run("ddp", **GPT)
 show(ddp)
 
 # %%
 ddp.wait()
-guess
+my_guess
 
 # %%
 ddp.figure("memory_of_step")
@@ -155,12 +155,12 @@ print(excerpt(Spec(strategy="zero1", workload="gpt", nproc=2), "build_optimizer"
 # 2. How many U does a step cost then? One U is `U / 2**20` MiB.
 
 # %%
-guess = predict("sent_mb", ...)  # MiB per rank and step: U / 2**20 times your number
+my_guess = guess("sent_mb", ...)  # MiB per rank and step: U / 2**20 times your number
 zero1 = run("zero1", **GPT).wait()
 against_formula(zero1, stage=1)
 print()
 traffic(zero1)
-guess
+my_guess
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
@@ -223,12 +223,12 @@ zero2.ledger()
 # **Predict.** How many U does a step cost, with two all-gathers and one reduce-scatter?
 
 # %%
-guess = predict("sent_mb", ...)  # MiB per rank and step
+my_guess = guess("sent_mb", ...)  # MiB per rank and step
 zero3 = run("fsdp2", **GPT).wait()
 against_formula(zero3, stage=3)
 print()
 traffic(zero3)
-guess
+my_guess
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>

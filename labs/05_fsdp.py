@@ -23,7 +23,7 @@
 # The cells of this lab compute for about 1 minute on two cores.
 
 # %%
-from labkit import Spec, check, diff_scripts, excerpt, pictures, place, predict, run, show
+from labkit import Spec, check, diff_scripts, excerpt, guess, pictures, place, run, show
 
 HERE = place(2)
 GPT = {**HERE, "workload": "gpt", "batch_size": 2, "precision": "fp32", "steps": 10, "samples": 100}
@@ -84,7 +84,7 @@ print(
 )
 
 # %%
-guess = predict("sent_mb", ...)  # MiB per rank and step
+my_guess = guess("sent_mb", ...)  # MiB per rank and step
 fsdp2 = run("fsdp2", **GPT)
 show(fsdp2)
 
@@ -115,7 +115,7 @@ def calls(job):
 
 
 print(f"parameters: at most {most(fsdp2, 'parameters'):.2f} MB; calls per step: {calls(fsdp2)}")
-guess
+my_guess
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
@@ -148,11 +148,11 @@ fsdp2.ledger()
 pictures.sharding.gather_compute_drop(units=7, ranks=2, reshard=False)
 
 # %%
-guess = predict("sent_mb", ...)  # MiB per rank and step
+my_guess = guess("sent_mb", ...)  # MiB per rank and step
 kept = run("fsdp2", **GPT, options={"reshard_after_forward": False}).wait()
 for name, job in {"reshard": fsdp2, "keep": kept}.items():
     print(f"{name}: parameters at most {most(job, 'parameters'):.2f} MB, {calls(job)}")
-guess
+my_guess
 
 # %% [markdown]
 # <details class="answer"><summary>What is gained, and what does it cost?</summary>
@@ -275,9 +275,9 @@ whole = run("ddp", **HERE, workload="cnn", steps=4).wait()
 line("cnn  DDP", whole)
 
 # %%
-guess = predict("peak_mb", ...)  # MiB per rank
+my_guess = guess("peak_mb", ...)  # MiB per rank
 line("cnn  FSDP2", run("fsdp2", **HERE, workload="cnn", steps=4).wait())
-guess
+my_guess
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>

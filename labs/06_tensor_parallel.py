@@ -26,7 +26,7 @@
 # %%
 import torch
 
-from labkit import Spec, check, excerpt, pictures, place, predict, run, show
+from labkit import Spec, check, excerpt, guess, pictures, place, run, show
 
 HERE = place(2)  # two GPUs if this machine has them, otherwise two CPU ranks
 # %load_ext labkit
@@ -156,13 +156,13 @@ print(excerpt(spec, "tensor_plans"), excerpt(spec, "parallelize"), sep="\n\n")
 # 4. Which fraction of all parameters does each of the two ranks store: half, or more?
 
 # %%
-guess = predict("sent_mb", ...)  # MiB per rank and step
+my_guess = guess("sent_mb", ...)  # MiB per rank and step
 split = run(spec)
 show(split)
 
 # %%
 split.wait()
-guess
+my_guess
 
 # %%
 split.ledger()
@@ -215,14 +215,14 @@ pictures.tensor_parallel.layer(sequence_parallel=True)
 print([round(rank["peak_memory_bytes"] / 2**20, 1) for rank in split.summary()["ranks"]])
 
 # %%
-guess = predict("peak_mb", ...)
+my_guess = guess("peak_mb", ...)
 sequence_split = run(spec, options={"sequence_parallel": True}).wait()
 for name, job in {"tensor parallel": split, "with sequence": sequence_split}.items():
     sent = sum(entry.theory for entry in job.ledger()) / 2**20
     owners = job.state.ranks[0].memory_step.at_peak
     activations = owners["activations"] / 2**20
     print(f"{name:15}  {sent:6.1f} MiB sent (expected)  {activations:6.1f} MiB of activations at the peak of a step")
-guess
+my_guess
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>

@@ -22,7 +22,7 @@
 # lab compute for about 1 minute on two cores.
 
 # %%
-from labkit import Spec, check, excerpt, pictures, place, predict, run, show
+from labkit import Spec, check, excerpt, guess, pictures, place, run, show
 
 HERE = place(2)  # two GPUs if this machine has them, otherwise two CPU ranks
 pipe = pictures.pipeline
@@ -130,12 +130,12 @@ pipe.gantt(pipe.planned(spec("1F1B", 4)))
 print([round(rank["memory_bytes"]["activations"] / 2**20, 1) for rank in gpipe.summary()["ranks"]])
 
 # %%
-guess = predict("activations_mb", ...)
+my_guess = guess("activations_mb", ...)
 one_f_one_b = run(spec("1F1B", 4)).wait()
 pipe.gantt(pipe.measured(one_f_one_b))
 
 # %%
-guess
+my_guess
 
 # %% [markdown]
 # The timeline also shows the communication: small messages, and a long `recv` whenever a rank waits for the previous
@@ -271,12 +271,12 @@ print(one_f_one_b.summary()["ranks"][0]["comm_bytes_per_step"] / 2**20, "MiB per
 # between two ranks?
 
 # %%
-guess = predict("sent_mb", ...)  # MiB per rank and step
+my_guess = guess("sent_mb", ...)  # MiB per rank and step
 zbv = run(spec("ZBVZeroBubble", 4)).wait()
 pipe.gantt(pipe.measured(zbv))
 
 # %%
-guess
+my_guess
 
 # %%
 zbv.ledger()

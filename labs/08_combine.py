@@ -22,7 +22,7 @@
 # interconnect?** The cells of this lab compute for about 1 minute on two cores.
 
 # %%
-from labkit import Lab, Spec, check, excerpt, pictures, place, predict, run
+from labkit import Lab, Spec, check, excerpt, guess, pictures, place, run
 
 HERE = place(4)  # four GPUs if this machine has them, otherwise four CPU ranks
 mesh = pictures.mesh
@@ -71,7 +71,7 @@ mesh.grid({"replicate": 2, "shard": 4}, per_node=4)
 # %%
 P = Spec(strategy="fsdp2", workload="gpt", nproc=4).workload_row.parameters({"size": "1M", "context": 128})
 print(f"FSDP on 4 ranks: {3 * 3 / 4 * 4 * P / 2**20:.2f} MiB per rank and step")
-guess = predict("sent_mb", ...)  # HSDP on 2 × 2 ranks: MiB per rank and step
+my_guess = guess("sent_mb", ...)  # HSDP on 2 × 2 ranks: MiB per rank and step
 
 # %% [markdown]
 # Now run it on four ranks. `by_axis` sums what rank 0 sent in the profiled step, by group.
@@ -88,7 +88,7 @@ hybrid = Spec(
     options={"replicas": 2},
 )
 job = run(hybrid).wait()
-guess
+my_guess
 
 # %% [markdown]
 # By formula and measured, by axis:
@@ -132,10 +132,10 @@ dp = 3 * (2 - 1) / 2 * 4 * P / 2  # as FSDP, with half of the parameters
 print(mib({"dp": dp, "tp": tp}))
 
 # %%
-guess = predict("sent_mb", ...)  # MiB per rank and step: the sum of the formulas, or your own prediction
+my_guess = guess("sent_mb", ...)  # MiB per rank and step: the sum of the formulas, or your own prediction
 split = run(both).wait()
 print(mib(mesh.by_axis(split, {"dp": 2, "tp": 2})))
-guess
+my_guess
 
 # %% [markdown]
 # Was it more than predicted? The ledger gives a reason and a number for each difference. Its figures are sums over all

@@ -24,7 +24,7 @@
 # %%
 from pathlib import Path
 
-from labkit import Spec, check, excerpt, pictures, place, predict, run, show, write_script
+from labkit import Spec, check, excerpt, guess, pictures, place, run, show, write_script
 
 HERE = place(2)
 print(HERE)
@@ -114,9 +114,9 @@ pictures.input_pipeline.workers(load=load / 1000, compute=compute / 1000, counts
 
 # %%
 print(f"load {load} ms, compute {compute:.0f} ms")
-with_one = predict("step_ms", ...)
+with_one = guess("step_ms", ...)
 slow[1] = run("ddp", **SLOW, options={"workers": 1}).wait()
-with_two = predict("step_ms", ...)
+with_two = guess("step_ms", ...)
 slow[2] = run("ddp", **SLOW, options={"workers": 2}).wait()
 
 # %%

@@ -27,7 +27,7 @@ import shutil
 import signal
 import time
 
-from labkit import Spec, check, excerpt, place, predict, run, show
+from labkit import Spec, check, excerpt, guess, place, run, show
 
 HERE = place(2)
 SAVING = {**HERE, "workload": "mlp", "batch_size": 128, "scaling": "strong", "samples": 12_800, "save_every": 50}
@@ -196,13 +196,13 @@ show(whole)
 # happens, how many of the 200 steps it finishes in the end, and what its checkpoints, one every 50 steps, are good for.
 
 # %%
-guess = predict("steps", ...)
+my_guess = guess("steps", ...)
 again = run("ddp", **SAVING, steps=200, max_restarts=1, fault="killed_rank").wait()
 print(f"{again.words}; restarts: {again.summary()['restarts']}")
 again.findings()
 
 # %%
-guess
+my_guess
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>

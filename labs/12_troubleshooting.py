@@ -26,7 +26,7 @@ import os
 import time
 from pathlib import Path
 
-from labkit import Spec, check, diff_scripts, excerpt, place, predict, run
+from labkit import Spec, check, diff_scripts, excerpt, guess, place, run
 
 HERE = place(2)
 SMALL = {**HERE, "workload": "mlp", "batch_size": 32, "samples": 2048, "hang_after": 3}
@@ -154,10 +154,10 @@ print("…\n" + "\n".join(excerpt(fourth, "train").splitlines()[-15:]))
 print(excerpt(fourth, "evaluate"))
 
 # %%
-guess = predict("steps", ...)
+my_guess = guess("steps", ...)
 fourth = run(fourth).wait(until="evaluation_on_one_rank").stop()
 print(fourth.words)
-guess
+my_guess
 
 # %%
 fourth.findings()

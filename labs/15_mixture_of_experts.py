@@ -25,7 +25,7 @@
 # This lab takes about 25 minutes. Its cells compute for about 1 minute on two cores.
 
 # %%
-from labkit import Lab, Spec, check, excerpt, place, predict, run
+from labkit import Lab, Spec, check, excerpt, guess, place, run
 
 HERE = place(2)  # two GPUs if this machine has them, otherwise two CPU ranks
 SMALL = {"workload": "moe", "samples": 64, "batch_size": 4, "precision": "fp32"}
@@ -104,9 +104,9 @@ print(excerpt(split, "AllToAll", "apply_experts", "keep_own_experts"))
 # itself. The 3.4 MB of other gradients are all-reduced.
 
 # %%
-guess = predict("sent_mb", ...)  # MiB per rank and step
+my_guess = guess("sent_mb", ...)  # MiB per rank and step
 job = run(split).wait()
-guess
+my_guess
 
 # %%
 job.ledger()

@@ -25,7 +25,7 @@
 # This lab takes about 25 minutes. Its cells compute for about 1 minute on two cores.
 
 # %%
-from labkit import Lab, Spec, check, excerpt, place, predict, run
+from labkit import Lab, Spec, check, excerpt, guess, place, run
 
 HERE = place(4)  # four GPUs if this machine has them, otherwise four CPU ranks
 SMALL = {"workload": "gpt", "samples": 64, "batch_size": 4, "steps": 6, "precision": "fp32"}
@@ -71,9 +71,9 @@ print(excerpt(split, "attend"))
 # values of 128 numbers of 4 bytes. The gradients of the 4.3 MB of parameters are all-reduced as in DDP.
 
 # %%
-guess = predict("sent_mb", ...)  # MiB per rank and step
+my_guess = guess("sent_mb", ...)  # MiB per rank and step
 gathered = run(split).wait()
-guess
+my_guess
 
 # %%
 gathered.ledger()

@@ -24,7 +24,7 @@
 # figures are measured on your machine unless the text says *by formula*.
 
 # %%
-from labkit import Spec, check, excerpt, pictures, place, predict, run
+from labkit import Spec, check, excerpt, guess, pictures, place, predict, run
 
 # %load_ext labkit
 
@@ -118,9 +118,9 @@ pictures.roofline.ceiling(points, peak, bandwidth)
 # al. 2022). **Predict** the time of a step in ms, from the FLOPs and the peak.
 
 # %%
-guess = predict("step_ms", ...)
+my_guess = guess("step_ms", ...)
 job = run(alone).wait()
-guess
+my_guess
 
 # %%
 figures = job.summary()["ranks"][0]
@@ -163,9 +163,9 @@ job.figure("memory_of_step")
 # recomputation). **Predict** the peak memory of a step in MiB. How much longer should a step take?
 
 # %%
-guess = predict("peak_mb", ...)
+my_guess = guess("peak_mb", ...)
 again = run(alone, options={"checkpoint_activations": True}).wait()
-guess
+my_guess
 
 # %%
 for name, one in {"stored": job, "recomputed": again}.items():
@@ -204,9 +204,9 @@ print(excerpt(Spec("ddp", **four), "gradient_sync", "train_step"))
 # **Predict** the traffic of FSDP2 with m = 4, in MiB per rank and step. A rank of DDP sends 4.1 MiB, for any m.
 
 # %%
-guess = predict("sent_mb", ...)
+my_guess = guess("sent_mb", ...)
 accumulated = run("fsdp2", **four).wait()
-guess
+my_guess
 
 # %%
 accumulated.ledger()  # gloo implements a reduce-scatter as an all-reduce

@@ -84,11 +84,18 @@ class Guess:
         return marked_html("guess", kind, _MARKS[kind], words)
 
 
-def guess(name: Any, value: Any) -> Guess:
-    """The prediction of the figure `name` for the next run of this session: one value, or one per rank as a list or as
-    `{rank: value}`. Three dots (`...`) stand for a value that is still missing: nothing waits for the run then. Raises
-    `ValueError`."""
-    figure = FIGURES[check_choice("figure", name, FIGURES)]
+def guess(figure: str, value: Any) -> Guess:
+    """Your own prediction of a figure of the next run: `guess("peak_mb", 40)`.
+
+    The value is one number, or one per rank: a list, or `{0: 40, 1: 38}`. The next run that this session starts stores
+    it; comparisons and claims do not. `speedup` is for the next comparison: one value, or one per strategy such as
+    `{"ddp": 1.8}`. When displayed, it is a statement, and after the run the outcome; with three dots (`...`) as its
+    value, it asks for one. The message of the `ValueError` for an unknown figure has the names of all.
+    """
+    return _waiting(FIGURES[check_choice("figure", figure, FIGURES)], value)
+
+
+def _waiting(figure: Figure, value: Any) -> Guess:
     if value is ...:
         PENDING.pop(figure.name, None)
         return Guess(figure, None)
@@ -123,9 +130,9 @@ def pending(ranks: int) -> list[Guess]:
         last = max(one.guessed) if isinstance(one.guessed, Mapping) else -1
         if last >= ranks:
             raise SpecError(
-                "predict",
+                "guess",
                 f"{one.figure.name} was predicted for rank {last}, but the last rank of this run is rank {ranks - 1};"
-                f" call predict({one.figure.name!r}, …) again with the values of {ranks} ranks, or with one value",
+                f" call guess({one.figure.name!r}, …) again with the values of {ranks} ranks, or with one value",
             )
     return found
 

@@ -215,7 +215,7 @@ def run(
     name of a module. The run ends with this process, unless it is `detached`. `stdin` is a file descriptor that all
     ranks inherit as their standard input, as under torchrun (default: empty input). The first run of a session starts
     cold; then a warm server is started, which forks the ranks of later runs. A `cold` run is always started by
-    torchrun. What was predicted with `predict("peak_mb", 40)` is stored with the run. Raises `SpecError` before
+    torchrun. What was predicted with `guess("peak_mb", 40)` is stored with the run. Raises `SpecError` before
     anything is created, and `LaunchError` if the run cannot be started.
     """
     check_flag("detached", detached)

@@ -9,7 +9,7 @@ from fabricate import FakeRun, finished_folder
 from guessed import nothing_pending as nothing_pending
 
 import labkit
-from labkit import figures, predict
+from labkit import figures, guess
 from labkit.analysis.comparison import guess_sentence
 from labkit.analysis.comparison import sentences as comparison_sentences
 from labkit.analysis.guess import FIGURES, outcomes, own_sentences, statement
@@ -27,9 +27,9 @@ MIB = 1 << 20
 
 
 def test_the_statement_becomes_the_outcome_once_the_run_is_over(runs):
-    one = predict("step_ms", 100)
+    one = guess("step_ms", 100)
     assert repr(one) == "○ open You predict: step time 100 ms per rank. Run it to see."
-    again = predict("step_ms", [100, 30])
+    again = guess("step_ms", [100, 30])
     assert "A later prediction has replaced this one." in repr(one)
     assert repr(again) == "○ open You predict: step time 100 ms on rank 0, 30 ms on rank 1. Run it to see."
     fake = FakeRun(runs, steps=10)
@@ -46,15 +46,15 @@ def test_the_statement_becomes_the_outcome_once_the_run_is_over(runs):
 
 
 def test_three_dots_ask_for_a_value_and_withdraw_an_earlier_one():
-    predict("step_ms", 100)
-    asked = predict("step_ms", ...)
+    guess("step_ms", 100)
+    asked = guess("step_ms", ...)
     assert repr(asked) == "○ open Replace the three dots with your prediction: step time (in ms)."
     assert guesses.PENDING == {} and guesses.document([asked]) is None
     assert guesses.Guess(guesses.FIGURES["speedup"], None).of("ddp") == []
 
 
 def test_a_prediction_of_a_rank_that_the_run_lacks_is_refused_before_the_start(runs):
-    predict("peak_mb", [1, 2, 3])
+    guess("peak_mb", [1, 2, 3])
     with pytest.raises(SpecError, match="peak_mb was predicted for rank 2, but the last rank of this run is rank 1"):
         start(Spec("ddp", nproc=2, device="cpu", workload="mlp"))
     assert not runs.exists() or not list(runs.iterdir())
@@ -62,8 +62,8 @@ def test_a_prediction_of_a_rank_that_the_run_lacks_is_refused_before_the_start(r
 
 
 def test_what_is_stored_follows_the_published_schema(runs):
-    predict("peak_mb", {1: 3})
-    predict("loss", 2)
+    guess("peak_mb", {1: 3})
+    guess("loss", 2)
     document = guesses.document(guesses.pending(2))
     stored = plain(document)
     assert stored == {"v": GUESS, "figures": {"peak_mb": {"1": 3.0}, "loss": 2.0}}
@@ -76,10 +76,10 @@ def test_a_run_has_guess_prediction_and_measurement(runs, warm_server, monkeypat
     """A comparison takes a speed-up, and leaves other figures to the run that the learner starts."""
     monkeypatch.setattr(planning, "user_cache", lambda: tmp_path)
     warm_server()
-    own = predict("peak_mb", 1)
+    own = guess("peak_mb", 1)
     asked = Spec("ddp", workload="mlp", nproc=2, device="cpu", precision="fp32", batch_size=16, steps=10)
     plan = planning.predict(asked)
-    faster = predict("speedup", {"ddp": 50})
+    faster = guess("speedup", {"ddp": 50})
     assert repr(faster) == "○ open You predict: speed-up 50 × for ddp. Compare it to see."
     alone = Spec("single", workload="mlp", nproc=1, device="cpu", precision="fp32", batch_size=32, steps=10)
     compared = Comparing([alone, asked]).start().wait()
@@ -106,7 +106,7 @@ def test_a_handout_with_recorded_runs_judges_the_predictions_of_its_lab(runs, tm
     recorded = finished_folder(tmp_path, "ddp", 2, 0.05)
     monkeypatch.setattr(Job, "start", Job.start)
     stand_in(str(tmp_path))
-    own = predict("step_ms", 100)
+    own = guess("step_ms", 100)
     start(recorded.read_spec().to_spec())
     assert repr(own).startswith("✗ missed Step time: you predicted 100 ms per rank; it was 50 ms (+100 %).")
     assert not recorded.guess.exists()

@@ -25,6 +25,7 @@ from labkit import (
     compare,
     diff_scripts,
     excerpt,
+    guess,
     on_trial,
     place,
     predict,
@@ -57,14 +58,13 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from each("predict", ("", "ddpp", None, 5, b"ddp", [], "train.py", Rude()), predict)
     yield from each("predict links=", ("", "typo", 5, [], Rude()), lambda value: predict(DDP, links=value))
     figures = ("", "peak", "ddp", 5, [], Rude())
-    yield from each("predict figure", figures, lambda value: predict(value, 40))
+    yield from each("guess figure", figures, lambda value: guess(value, 40))
     wrong = (-1, math.nan, math.inf, HUGE, "40", [], {}, [1, None], {-1: 3}, {"0": 3}, {5000: 3}, True, Rude())
-    yield from each("predict value", wrong, lambda value: predict("peak_mb", value))
-    yield from each("predict one value", ([1, 2], {0: 1}), lambda value: predict("loss", value))
-    yield from each("predict strategies", ({"ddpp": 1}, {"ddp": -1}, {0: 1}), lambda value: predict("speedup", value))
-    yield "predict a share above 100 %", lambda: predict("accuracy_percent", 101)
-    yield "predict a figure without a value", lambda: predict("peak_mb")
-    yield "predict a figure of a Spec", lambda: predict("peak_mb", 40, nproc=2)
+    yield from each("guess value", wrong, lambda value: guess("peak_mb", value))
+    yield from each("guess one value", ([1, 2], {0: 1}), lambda value: guess("loss", value))
+    yield from each("guess strategies", ({"ddpp": 1}, {"ddp": -1}, {0: 1}), lambda value: guess("speedup", value))
+    yield "guess a share above 100 %", lambda: guess("accuracy_percent", 101)
+    yield "predict a figure", lambda: predict("peak_mb")
     yield from each("place", NUMBERS, place)
     yield from each("compare", ("", "typo", None, 5, [], [5], [[]], ["ddp", "typo"], {"typo": 1}, Rude()), compare)
     yield from each("compare all nproc=", (0, -1, math.nan, HUGE), lambda value: compare("all", nproc=value))
