@@ -143,7 +143,7 @@ def other_users() -> Check:
         return Check("users", "fine", says)
     names = ", ".join(sorted(others)[:3]) + (" and others" if len(others) > 3 else "")
     says = f"{names} also use this machine: torch's store and gloo accept connections of every local user on 127.0.0.1"
-    fix = "if you do not trust them, train in your own network namespace or container (REFERENCE.md, Security)"
+    fix = "if you do not trust them, train in your own network namespace or container (labkit/reference/security.md)"
     return Check("users", "degraded", says, fix)
 
 
