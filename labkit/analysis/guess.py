@@ -25,7 +25,7 @@ Parts = Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
-class Figure:
+class Guessable:
     """A figure of each rank, or of the whole run: what is `measured`, and what the lab has `predicted`, in bytes,
     seconds or shares, of which a `unit` has `each`. One that is `compared` needs several runs, see `comparison.py`.
 
@@ -72,7 +72,7 @@ class Figure:
         return f"{number} {'points' if self.unit == '%' else '%'}"
 
 
-def _owner(owner: str) -> Figure:
+def _owner(owner: str) -> Guessable:
     def measured(state: RunState, rank: int) -> float | None:
         return state.ranks[rank].owners.get(owner)
 
@@ -80,7 +80,7 @@ def _owner(owner: str) -> Figure:
         found = _plan(state).get(rank)
         return found.memory_bytes.get(owner) if found else None
 
-    return Figure(f"{owner}_mb", f"memory of the {owner}", "MiB", MIB, measured, predicted)
+    return Guessable(f"{owner}_mb", f"memory of the {owner}", "MiB", MIB, measured, predicted)
 
 
 @per_revision
@@ -135,7 +135,7 @@ def _accuracy(state: RunState, rank: int) -> float | None:
 
 
 _OF_RANK = (
-    Figure(
+    Guessable(
         "peak_mb",
         "peak memory",
         "MiB",
@@ -146,7 +146,7 @@ _OF_RANK = (
         where="at the peak of a step",
     ),
     *map(_owner, ("parameters", "gradients", "optimizer", "activations")),
-    Figure(
+    Guessable(
         "sent_mb",
         "traffic per step",
         "MiB",
@@ -156,7 +156,7 @@ _OF_RANK = (
         parts=_operations,
         where="sent per step",
     ),
-    Figure(
+    Guessable(
         "step_ms",
         "step time",
         "ms",
@@ -166,12 +166,12 @@ _OF_RANK = (
         parts=phase_seconds,
         where="median of each phase",
     ),
-    Figure("data_ms", "waiting for data", "ms", 1e-3, lambda state, rank: phase_seconds(state, rank)["data"]),
-    Figure("exposed_ms", "exposed communication", "ms", 1e-3, _exposed),
-    Figure("overlapped_percent", "overlapped communication", "%", 0.01, _overlapped),
+    Guessable("data_ms", "waiting for data", "ms", 1e-3, lambda state, rank: phase_seconds(state, rank)["data"]),
+    Guessable("exposed_ms", "exposed communication", "ms", 1e-3, _exposed),
+    Guessable("overlapped_percent", "overlapped communication", "%", 0.01, _overlapped),
 )
 _OF_RUN = (
-    Figure(
+    Guessable(
         "samples_per_second",
         "throughput",
         "samples/s",
@@ -180,12 +180,12 @@ _OF_RUN = (
         _planned_throughput,
         of_rank=False,
     ),
-    Figure("steps", "number of steps", "", 1, lambda state, _: state.step, of_rank=False),
-    Figure("loss", "loss", "", 1, lambda state, _: state.loss_at(), of_rank=False),
-    Figure("accuracy_percent", "accuracy", "%", 0.01, _accuracy, of_rank=False),
+    Guessable("steps", "number of steps", "", 1, lambda state, _: state.step, of_rank=False),
+    Guessable("loss", "loss", "", 1, lambda state, _: state.loss_at(), of_rank=False),
+    Guessable("accuracy_percent", "accuracy", "%", 0.01, _accuracy, of_rank=False),
 )
-SPEEDUP = Figure("speedup", "speed-up", "×", 1, of_rank=False, compared=True)
-FIGURES: Mapping[str, Figure] = {figure.name: figure for figure in (*_OF_RANK, *_OF_RUN, SPEEDUP)}
+SPEEDUP = Guessable("speedup", "speed-up", "×", 1, of_rank=False, compared=True)
+FIGURES: Mapping[str, Guessable] = {figure.name: figure for figure in (*_OF_RANK, *_OF_RUN, SPEEDUP)}
 
 
 # ---- guess and measurement
@@ -198,7 +198,7 @@ _NAMED = 3  # owners, phases or operations that explain a miss
 @dataclass(frozen=True)
 class Outcome:
     """A figure of one rank, or of the whole run (`rank` None), in its unit: `guessed` by the learner, `predicted` by
-    the lab, `measured`. Unknown values are None. `error` is that of `Figure.error`, and `reason` explains a miss."""
+    the lab, `measured`. Unknown values are None. `error` is that of `Guessable.error`, and `reason` explains a miss."""
 
     figure: str
     unit: str
@@ -211,7 +211,7 @@ class Outcome:
 
     @property
     def missed(self) -> bool:
-        """Whether the value is wrong, see `Figure.misses`."""
+        """Whether the value is wrong, see `Guessable.misses`."""
         return self.measured is not None and FIGURES[self.figure].misses(self.guessed, self.measured)
 
     @property
@@ -241,18 +241,18 @@ def outcomes(state: RunState) -> tuple[Outcome, ...]:
     )
 
 
-def _known(state: RunState) -> dict[str, Figure]:
+def _known(state: RunState) -> dict[str, Guessable]:
     """The figures of this run that the learner predicted."""
     return {name: figure for name, figure in FIGURES.items() if name in state.guess and not figure.compared}
 
 
-def _by_rank(figure: Figure, guessed: Guessed, ranks: int) -> Iterable[tuple[int | None, float]]:
+def _by_rank(figure: Guessable, guessed: Guessed, ranks: int) -> Iterable[tuple[int | None, float]]:
     if figure.of_rank:
         return by_rank(guessed, ranks).items()
     return [(None, guessed)] if isinstance(guessed, (int, float)) else []
 
 
-def _outcome(state: RunState, figure: Figure, rank: int | None, guessed: float) -> Outcome:
+def _outcome(state: RunState, figure: Guessable, rank: int | None, guessed: float) -> Outcome:
     number = rank or 0
     predicted = figure.in_unit(figure.predicted(state, number))
     found = Outcome(figure.name, figure.unit, rank, guessed, predicted)
@@ -263,7 +263,7 @@ def _outcome(state: RunState, figure: Figure, rank: int | None, guessed: float) 
     return replace(found, reason=_largest(figure, figure.parts(state, number))) if found.missed else found
 
 
-def _largest(figure: Figure, parts: Parts) -> str:
+def _largest(figure: Guessable, parts: Parts) -> str:
     """`at the peak of a step: activations 30.1 MiB, gradients 8.2 MiB, optimizer 8.2 MiB`; empty without parts."""
     known = sorted(((part, name) for name, part in parts.items() if part), reverse=True)[:_NAMED]
     texts = (
@@ -275,7 +275,7 @@ def _largest(figure: Figure, parts: Parts) -> str:
 # ---- the run in words
 
 
-def statement(figure: Figure, guessed: Guessed | dict[str, float]) -> str:
+def statement(figure: Guessable, guessed: Guessed | dict[str, float]) -> str:
     """`peak memory 40 MiB per rank`, or with the value of each rank or strategy."""
     if isinstance(guessed, (int, float)):
         return f"{figure.label} {figure.in_words(guessed)}" + (" per rank" if figure.of_rank else "")
@@ -313,7 +313,7 @@ def sentences_about(state: RunState, name: str, reasons: bool = True) -> list[st
     )
 
 
-def _sentence(figure: Figure, those: list[Outcome], of: int, reasons: bool) -> str:
+def _sentence(figure: Guessable, those: list[Outcome], of: int, reasons: bool) -> str:
     """`Peak memory: you predicted 40 MiB per rank; it was 52.1 MiB (−23 %). At the peak of a step: activations …`"""
     ranks = [one.rank for one in those if one.rank is not None]
     said = f"{figure.label.capitalize()}: you predicted {figure.in_words(those[0].guessed)}"

@@ -11,7 +11,7 @@ from labkit.cli.parser import fields_of
 from labkit.cli.shared import Refused, find, say
 from labkit.common.arguments import shown
 from labkit.common.units import counted, size
-from labkit.engines import archive, job_files, portable
+from labkit.jobs import archive, job_files, portable
 from labkit.plan.nodes import Node
 from labkit.runs.handle import with_ranks
 from labkit.setup.limits import ConfigError

@@ -13,7 +13,7 @@ from labkit.figures.atlas import EVIDENCE_HEADS, evidence_cells, evidence_json
 from labkit.figures.model import Axis, Bars, Chart, Line
 from labkit.figures.prediction import table_html
 from labkit.figures.tables import table_text
-from labkit.prediction.scale.advice import RULE, Advice, Misfit, Verdict, devices_needed, verdict
+from labkit.prediction.scale.advice import RULE, Advice, Misfit, RuleVerdict, devices_needed, verdict
 from labkit.prediction.scale.asked import in_words
 from labkit.prediction.scale.atlas import NEAR, evidence
 from labkit.prediction.scale.frameworks import USABLE
@@ -382,7 +382,7 @@ def _misfit_json(one: Misfit) -> dict[str, Any]:
     }
 
 
-def rule_in_words(found: Advice, said: Verdict | None) -> list[str]:
+def rule_in_words(found: Advice, said: RuleVerdict | None) -> list[str]:
     """What the common rule of thumb says here, and whether it misleads, computed from the estimates."""
     if not found.fitting:
         return [_nothing_fits(found)]

@@ -17,8 +17,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from labkit.engines.job_files import Launch, Profile, sbatch
-from labkit.engines.portable import Portable, per_node_of
+from labkit.jobs.job_files import Launch, Profile, sbatch
+from labkit.jobs.portable import Portable, per_node_of
 from labkit.launch.job import Job
 from labkit.launch.local import probe_environment
 from labkit.launch.slurm_client import asked, cancel, is_batch_file, job_of

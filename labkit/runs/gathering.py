@@ -13,8 +13,8 @@ from msgspec import structs
 
 from labkit.common.arguments import check_choice
 from labkit.common.files import write_output
-from labkit.engines.job_files import DEFAULT, Profile, profile, skypilot, trainjob
-from labkit.engines.portable import Portable, of_spec
+from labkit.jobs.job_files import DEFAULT, Profile, profile, skypilot, trainjob
+from labkit.jobs.portable import Portable, of_spec
 from labkit.launch import slurm
 from labkit.launch.ending import conclude
 from labkit.plan.spec import Spec

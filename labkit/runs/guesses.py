@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from labkit.analysis.comparison import Row, guess_sentence
-from labkit.analysis.guess import FIGURES, Figure, outcomes, sentences_about, statement
+from labkit.analysis.guess import FIGURES, Guessable, outcomes, sentences_about, statement
 from labkit.common.arguments import Number, check_choice, shown
 from labkit.common.text import visible
 from labkit.figures.tables import marked_html
@@ -28,7 +28,7 @@ class Guess:
     """A predicted figure. It displays itself as a statement until its run is over, and then as the outcome; without a
     value (`guessed` None), as a request for one."""
 
-    def __init__(self, figure: Figure, guessed: Guessed | dict[str, float] | None):
+    def __init__(self, figure: Guessable, guessed: Guessed | dict[str, float] | None):
         self.figure, self.guessed = figure, guessed
         self._follower: Follower | None = None
         self._rows: Callable[[], Sequence[Row]] | None = None
@@ -95,7 +95,7 @@ def guess(figure: str, value: Any) -> Guess:
     return _waiting(FIGURES[check_choice("figure", figure, FIGURES)], value)
 
 
-def _waiting(figure: Figure, value: Any) -> Guess:
+def _waiting(figure: Guessable, value: Any) -> Guess:
     if value is ...:
         PENDING.pop(figure.name, None)
         return Guess(figure, None)
@@ -103,7 +103,7 @@ def _waiting(figure: Figure, value: Any) -> Guess:
     return made
 
 
-def _checked(figure: Figure, value: Any) -> Guessed | dict[str, float]:
+def _checked(figure: Guessable, value: Any) -> Guessed | dict[str, float]:
     bounds = Number(float, 0.0, _MOST.get(figure.unit, 1e15))
     name = f"{figure.name} ({figure.unit})" if figure.unit else figure.name
     if isinstance(value, (str, bytes)) or not isinstance(value, (Mapping, Sequence)):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.results import Figure
+from bench.results import Result
 from labkit import figures
 from labkit.analysis import comparison
 from labkit.analysis.diagnose import findings
@@ -367,7 +367,7 @@ def time_limit() -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def hostile() -> list[Figure]:
+def hostile() -> list[Result]:
     """Crashes of all readers in 10,000 mutations of recorded runs."""
     from labkit.runs.handle import run
 
@@ -381,4 +381,4 @@ def hostile() -> list[Figure]:
         f"; {site}" for site in report.crashes
     )
     crashes = float(sum(report.crashes.values()))
-    return [Figure(f"crashes in {report.mutations:,} mutations of run folders", crashes, "", "0", (crashes,), note)]
+    return [Result(f"crashes in {report.mutations:,} mutations of run folders", crashes, "", "0", (crashes,), note)]

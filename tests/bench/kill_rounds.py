@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from bench.results import Figure, append, read
+from bench.results import Result, append, read
 
 STRATEGIES = ("ddp", "fsdp2")
 MOMENTS = ("start", "first step", "training", "checkpoint", "evaluation", "end")
@@ -115,7 +115,7 @@ def _round(value: dict[str, Any]) -> Round:
 # ---- what they show
 
 
-def figures(rounds: Sequence[Round]) -> list[Figure]:
+def figures(rounds: Sequence[Round]) -> list[Result]:
     """What was left, wrong and lost, of the rounds in which the attack took place; and how many others there were."""
     found = [(one.attack, one.outcome) for one in rounds if one.outcome is not None]
     outcomes = [outcome for _, outcome in found]
@@ -146,7 +146,7 @@ def figures(rounds: Sequence[Round]) -> list[Figure]:
             "; ".join(f"{number} × {reason}" for reason, number in why.most_common()),
         ),
     ]
-    return [Figure(name, float(sum(each)), "in total", "0", tuple(map(float, each)), note) for name, each, note in rows]
+    return [Result(name, float(sum(each)), "in total", "0", tuple(map(float, each)), note) for name, each, note in rows]
 
 
 def matrix(rounds: Sequence[Round]) -> Table:

@@ -16,7 +16,7 @@ import psutil
 
 from bench.kill_rounds import MOMENTS, Attack, Outcome, Round, Rounds, figures, matrix, next_attack
 from bench.kills import LIMIT, NotReached, appeared, find, left, of_root, role, starter_of
-from bench.results import Figure
+from bench.results import Result
 from labkit.common.files import runtime_folder
 from labkit.frontends.console import Console
 from labkit.launch.warm import client
@@ -54,7 +54,7 @@ _REACHED: dict[str, Callable[[RunFolder], bool]] = {
 }
 
 
-def training_kills(rounds: int | None = None, minutes: float | None = None, results: str | None = None) -> list[Figure]:
+def training_kills(rounds: int | None = None, minutes: float | None = None, results: str | None = None) -> list[Result]:
     """SIGKILL to the processes of a training run, singly and in pairs, from its start to its end: what it leaves.
 
     Continues the rounds in the file `results` until there are `rounds` per moment, or for `minutes`.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from bench.results import Figure
+from bench.results import Result
 from labkit.common.processes import TAG, is_supervisor, is_watchdog, living, tagged
 from labkit.launch import local
 from labkit.launch.warm import client
@@ -77,7 +77,7 @@ VICTIMS = (
 )
 
 
-def kill_matrix(rounds: int = ROUNDS, moments: tuple[Moment, ...] = MOMENTS) -> list[Figure]:
+def kill_matrix(rounds: int = ROUNDS, moments: tuple[Moment, ...] = MOMENTS) -> list[Result]:
     """Processes that remain after SIGKILL to the supervisor, alone or with its starter or agent, early in a run."""
     figures = []
     client.prepare()  # the first warm rounds start cold until the server is ready
@@ -87,7 +87,7 @@ def kill_matrix(rounds: int = ROUNDS, moments: tuple[Moment, ...] = MOMENTS) -> 
         left = [float(attack(one)) for one in islice(cycle(attacks), rounds)]
         killed = ", ".join(" and ".join(victims) for victims in VICTIMS)
         note = f"in total, {LIMIT:g} s later; killed: {killed}; detached and not, warm and cold"
-        figures.append(Figure(f"remaining after SIGKILL {moment}", sum(left), "processes", "0", tuple(left), note))
+        figures.append(Result(f"remaining after SIGKILL {moment}", sum(left), "processes", "0", tuple(left), note))
     return figures
 
 

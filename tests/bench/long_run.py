@@ -24,7 +24,7 @@ import psutil
 from rich.table import Table
 
 from bench.notebook import Shown, end_tree, executed
-from bench.results import Figure, append
+from bench.results import Result, append
 from labkit.frontends.console import Console
 from labkit.launch import local
 from labkit.launch.job import Job
@@ -70,7 +70,7 @@ class Sample(NamedTuple):
         return statistics.median(self.ranks)
 
 
-def memory_growth(minutes: int = MINUTES, ranks: int = RANKS, results: str | None = None) -> list[Figure]:
+def memory_growth(minutes: int = MINUTES, ranks: int = RANKS, results: str | None = None) -> list[Result]:
     """Memory of a run of 8 CPU ranks with its panel in a notebook: growth per hour of kernel, supervisor, ranks and
     page."""
     with tempfile.TemporaryDirectory(prefix="labkit-") as home, _under_the_lab(Path(home), ranks) as (take, shown):
@@ -78,7 +78,7 @@ def memory_growth(minutes: int = MINUTES, ranks: int = RANKS, results: str | Non
     return _reported("the lab", samples, ranks)
 
 
-def memory_growth_control(minutes: int = MINUTES, ranks: int = RANKS, results: str | None = None) -> list[Figure]:
+def memory_growth_control(minutes: int = MINUTES, ranks: int = RANKS, results: str | None = None) -> list[Result]:
     """Memory of the ranks of the same script under plain torchrun, without the lab: growth per hour."""
     with tempfile.TemporaryDirectory(prefix="labkit-") as home, _under_torchrun(Path(home), ranks) as take:
         samples = sampled(take, time.sleep, minutes, partial(_noted, results, "torchrun"))
@@ -109,7 +109,7 @@ def table(samples: Sequence[Sample]) -> Table:
     return shown
 
 
-def figures(what: str, samples: Sequence[Sample], ranks: int) -> list[Figure]:
+def figures(what: str, samples: Sequence[Sample], ranks: int) -> list[Result]:
     """The growth per hour of everything that was measured."""
     found = []
     for name in ("kernel", "supervisor", "rank", "page", "nodes", "folder"):
@@ -121,7 +121,7 @@ def figures(what: str, samples: Sequence[Sample], ranks: int) -> list[Figure]:
         note = f"min to max in {unit}; {ranks} ranks, {samples[-1].step:,} steps in {samples[-1].minute:.0f} minutes"
         short = f"; a growth needs more than {WARM_UP:g} minutes" if slope is None else ""
         title = f"{_TITLES[name]} under {what}: growth after {WARM_UP:g} minutes"
-        found.append(Figure(title, slope if slope is None else slope / scale, f"{unit}/h", "", each, note + short))
+        found.append(Result(title, slope if slope is None else slope / scale, f"{unit}/h", "", each, note + short))
     return found
 
 
@@ -157,7 +157,7 @@ def _noted(path: str | None, side: str, sample: Sample) -> None:
         append(path, {"benchmark": "memory_growth", "side": side, "t": time.time(), **sample._asdict()})
 
 
-def _reported(what: str, samples: Sequence[Sample], ranks: int) -> list[Figure]:
+def _reported(what: str, samples: Sequence[Sample], ranks: int) -> list[Result]:
     Console(stderr=True).print(table(samples))
     return figures(what, samples, ranks)
 

@@ -25,7 +25,7 @@ from bench.kills import kill_matrix
 from bench.long_run import memory_growth, memory_growth_control
 from bench.predictions import predictions
 from bench.responsiveness import burst, clients, importing, latency, long_runs, opening
-from bench.results import Figure
+from bench.results import Result
 from bench.runs import generated_scripts, one_server, overhead, profiled, scaling, traceml, warm_starts
 from labkit.common.arguments import check_choice
 from labkit.common.units import size
@@ -35,7 +35,7 @@ from labkit.setup.progress import Progress
 
 __all__ = ["BENCHES", "main"]
 
-BENCHES: tuple[Callable[..., list[Figure]], ...] = (
+BENCHES: tuple[Callable[..., list[Result]], ...] = (
     importing,
     latency,
     opening,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
-from bench.results import Figure
+from bench.results import Result
 from labkit.analysis.prediction import Outcome, outcomes
 from labkit.plan.spec import Spec
 from labkit.prediction.link_table import store
@@ -40,7 +40,7 @@ _Case = tuple[Any, ...]
 _Found = dict[_Case, list[tuple[Outcome, ...]]]  # the outcome of each rank, in each round
 
 
-def predictions() -> list[Figure]:
+def predictions() -> list[Result]:
     """Predicted peak memory, collectives and steps vs. runs that follow at once; in each round, collectives and
     computation are measured anew, because the speed of a machine changes within minutes."""
     found: _Found = defaultdict(list)
@@ -78,14 +78,14 @@ def _outcomes(strategy: str, workload: str, ranks: int, schedule: str = "") -> t
     return found
 
 
-def _figures(found: _Found) -> list[Figure]:
+def _figures(found: _Found) -> list[Result]:
     steps = {case: _Steps.of(rounds) for case, rounds in found.items()}
     figures = []
     for (strategy, workload, ranks, *schedule), one in steps.items():
         predicted, measured = one.typical
         note = f"predicted {1000 * predicted:.1f} ms, measured {1000 * measured:.1f} ms per step"
         name = f"{' '.join([strategy, *schedule])}, {workload} × {ranks}: error of the predicted step"
-        figures.append(Figure(name, statistics.median(one.errors), "%", "", one.errors, note))
+        figures.append(Result(name, statistics.median(one.errors), "%", "", one.errors, note))
     every = [one for rounds in found.values() for outcomes in rounds for one in outcomes]
     errors = tuple(abs(statistics.median(one.errors)) for one in steps.values())
     peaks = tuple(abs(100 * one.error) for one in every if one.error is not None)
@@ -93,10 +93,10 @@ def _figures(found: _Found) -> list[Figure]:
     right = tuple(_in_order(steps))
     return [
         *figures,
-        Figure("error of the predicted step, without sign", statistics.median(errors), "%", "≤ 8", errors),
-        Figure("pairs of strategies in the right order", statistics.fmean(right), "", "1", right, "mean"),
-        Figure("error of the predicted peak, without sign", statistics.median(peaks), "%", "≤ 2", peaks),
-        Figure("ranks with the predicted bytes sent", statistics.fmean(sent), "", "1", sent, "mean"),
+        Result("error of the predicted step, without sign", statistics.median(errors), "%", "≤ 8", errors),
+        Result("pairs of strategies in the right order", statistics.fmean(right), "", "1", right, "mean"),
+        Result("error of the predicted peak, without sign", statistics.median(peaks), "%", "≤ 2", peaks),
+        Result("ranks with the predicted bytes sent", statistics.fmean(sent), "", "1", sent, "mean"),
     ]
 
 

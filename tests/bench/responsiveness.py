@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from bench.results import EVERY, PAIRS, Figure
+from bench.results import EVERY, PAIRS, Result
 from labkit.plan.spec import Spec
 from labkit.record import clock
 from labkit.record.folder import RunFolder
@@ -38,7 +38,7 @@ for number in range({_LINES}):
 """
 
 
-def burst() -> list[Figure]:
+def burst() -> list[Result]:
     """1,000,000 log lines of 4 ranks shown by a kernel: its response times, its memory, the lines in files and on the
     page.
     """
@@ -74,7 +74,7 @@ def burst() -> list[Figure]:
     grown = (max(memory) - before) / 1e6
     shown = "the page received the newest" if newest else "the page did NOT receive the newest"
     return [
-        Figure(
+        Result(
             "slowest kernel response during the burst",
             max(answers),
             "ms",
@@ -82,7 +82,7 @@ def burst() -> list[Figure]:
             tuple(answers),
             f"median {statistics.median(answers):.0f} ms",
         ),
-        Figure(
+        Result(
             "growth of the kernel's memory during the burst",
             grown,
             "MB",
@@ -165,7 +165,7 @@ print(json.dumps([opened, drawn, peak, summary.steps, summary.broken_lines]))
 """
 
 
-def long_runs() -> list[Figure]:
+def long_runs() -> list[Result]:
     """Runs of 8 ranks × 100,000 steps and of 10,000,000 steps in total: size on disk, CPU time and memory of
     opening."""
     with tempfile.TemporaryDirectory() as place:
@@ -182,9 +182,9 @@ def long_runs() -> list[Figure]:
         f"peak RSS {max(peaks):.0f} MB"
     )
     return [
-        Figure(f"{name}, on disk", size, "MB", "≤ 100 MB", (size,)),
-        Figure(f"{name}, opened", statistics.median(times), "s of CPU", "≤ 5 s", times, note),
-        Figure(
+        Result(f"{name}, on disk", size, "MB", "≤ 100 MB", (size,)),
+        Result(f"{name}, opened", statistics.median(times), "s of CPU", "≤ 5 s", times, note),
+        Result(
             f"{name}, labkit show",
             statistics.median(shown),
             "s",
@@ -192,7 +192,7 @@ def long_runs() -> list[Figure]:
             tuple(shown),
             "wall-clock time of the command",
         ),
-        Figure(
+        Result(
             f"{_MOST:,} steps, peak memory",
             most[2],
             "MB",
@@ -290,7 +290,7 @@ class _Served(NamedTuple):
     slots: frozenset[str]
 
 
-def clients() -> list[Figure]:
+def clients() -> list[Result]:
     """20 clients that ask for 1 to 3 of 4 slots at once: served in order, none starves, no slot twice."""
     with tempfile.TemporaryDirectory() as folder:
         place, last = Path(folder), time.monotonic() + _LIMIT
@@ -315,10 +315,10 @@ def clients() -> list[Figure]:
     )
     note = f"{_CLIENTS} clients at once, each for 50 ms with 1 to 3 of {_SLOTS} slots"
     return [
-        Figure("clients that were not served", float(_CLIENTS - len(served)), "clients", "0", (), note),
-        Figure("clients that overtook an earlier one", float(overtaken), "pairs", "0", (), note),
-        Figure("slots that two clients had at once", float(twice), "pairs", "0", (), note),
-        Figure("longest wait", max(waits, default=None), "s", "", waits, note),
+        Result("clients that were not served", float(_CLIENTS - len(served)), "clients", "0", (), note),
+        Result("clients that overtook an earlier one", float(overtaken), "pairs", "0", (), note),
+        Result("slots that two clients had at once", float(twice), "pairs", "0", (), note),
+        Result("longest wait", max(waits, default=None), "s", "", waits, note),
     ]
 
 
@@ -333,7 +333,7 @@ def _served(path: Path) -> _Served:
 # ---- import
 
 
-def importing() -> list[Figure]:
+def importing() -> list[Result]:
     """Time of `import labkit` in a new process, and whether it imports anything heavy."""
     code = (
         "import time, sys; t = time.perf_counter(); import labkit; s = time.perf_counter() - t;"
@@ -347,7 +347,7 @@ def importing() -> list[Figure]:
         times.append(float(seconds) * 1000)
         heavy |= set(loaded)
     return [
-        Figure(
+        Result(
             "import labkit",
             statistics.median(times),
             "ms",
@@ -364,7 +364,7 @@ def importing() -> list[Figure]:
 _RANKS, _RATE, _SECONDS = 8, 100, 15
 
 
-def latency() -> list[Figure]:
+def latency() -> list[Result]:
     """Milliseconds from writing an event until the panel's model has it, with 8 ranks writing 100 steps per second
     each.
     """
@@ -394,7 +394,7 @@ def latency() -> list[Figure]:
         " every 5 ms"
     )
     return [
-        Figure("event to the panel's model, 95th percentile", quantiles[-1], "ms", "≤ 300 ms", (quantiles[-1],), note)
+        Result("event to the panel's model, 95th percentile", quantiles[-1], "ms", "≤ 300 ms", (quantiles[-1],), note)
     ]
 
 
@@ -443,7 +443,7 @@ _LONG = 1_000
 _LAYERS, _MOMENTS = 50, 600
 
 
-def opening() -> list[Figure]:
+def opening() -> list[Result]:
     """Seconds to read and draw a recorded run of 8 ranks and 1,000 steps with timelines, and the size of its largest
     figure.
     """
@@ -478,10 +478,10 @@ def opening() -> list[Figure]:
     )
     note = f"{held:.0f} MB of events, every {EVERY}th step profiled; {of_it}"
     return [
-        Figure(
+        Result(
             f"opening {_RANKS} ranks × {_LONG:,} steps", statistics.median(opened), "s", "≤ 2 s", tuple(opened), note
         ),
-        Figure(
+        Result(
             "largest figure of that run",
             sizes[largest],
             "MB",

@@ -21,7 +21,7 @@ EVERY = 50  # steps between two profiled steps, the default of a run
 
 
 @dataclass(frozen=True)
-class Figure:
+class Result:
     """One measured figure: the median of `each` (None if nothing was measured), its unit, the target, and a note."""
 
     name: str
@@ -32,9 +32,9 @@ class Figure:
     note: str = ""
 
 
-def ratio(name: str, each: list[float], aim: str, note: str) -> Figure:
+def ratio(name: str, each: list[float], aim: str, note: str) -> Result:
     """The median of ratios."""
-    return Figure(name, statistics.median(each), "×", aim, tuple(each), note)
+    return Result(name, statistics.median(each), "×", aim, tuple(each), note)
 
 
 # ---- the results of long benchmarks as JSON lines

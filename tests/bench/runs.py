@@ -26,7 +26,7 @@ from bench.pairs import (
     under_torchrun,
     under_traceml,
 )
-from bench.results import PAIRS, Figure, ratio
+from bench.results import PAIRS, Result, ratio
 from labkit.launch.warm import client
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
@@ -74,7 +74,7 @@ _ASPECTS = {  # fields of Times: description and target; the cost of profiling s
 }
 
 
-def overhead() -> list[Figure]:
+def overhead() -> list[Result]:
     """A run under the lab vs. plain torchrun, paired: its steps (including profiled ones), time to first step, total
     time.
     """
@@ -91,7 +91,7 @@ def overhead() -> list[Figure]:
     tiny = [(under.step - without.step) * 1e6 for under, without in zip(*in_turn(sides, nproc=1))]
     share = statistics.median(tiny) / statistics.median(bare.step for bare in bares) / 1e4
     note = f"always on; measured with 3,000 steps of a tiny model; {share:.2f} % of the median step above"
-    return [*figures, Figure("cost of the probe per step", statistics.median(tiny), "µs", "small", tuple(tiny), note)]
+    return [*figures, Result("cost of the probe per step", statistics.median(tiny), "µs", "small", tuple(tiny), note)]
 
 
 def _short(strategy: str, workload: str) -> str:
@@ -101,7 +101,7 @@ def _short(strategy: str, workload: str) -> str:
     return write_script(spec.on(Machine.here()))
 
 
-def _compared(what: str, side: str, under: list[Times], bare: list[Times], *fields: str) -> list[Figure]:
+def _compared(what: str, side: str, under: list[Times], bare: list[Times], *fields: str) -> list[Result]:
     """The ratios of one side's times to those under plain torchrun, and their differences."""
     figures = []
     for field in fields:
@@ -121,7 +121,7 @@ def _ratios(under: list[Times], bare: list[Times], field: str) -> list[float]:
 # ---- a warm start
 
 
-def warm_starts() -> list[Figure]:
+def warm_starts() -> list[Result]:
     """A warm start vs. plain torchrun and a cold start of the same script: time to first step, and step time."""
     figures, warms, colds = [], [], []
     _wait_for_server()
@@ -133,14 +133,14 @@ def warm_starts() -> list[Figure]:
         name = f"{strategy}, {workload} × 2: time to first step"
         seconds = [one.first for one in warm]
         note = f"torchrun: {statistics.median(one.first for one in bare):.2f} s"
-        figures.append(Figure(f"{name}, warm", statistics.median(seconds), "s", "≤ 2.5 s", tuple(seconds), note))
+        figures.append(Result(f"{name}, warm", statistics.median(seconds), "s", "≤ 2.5 s", tuple(seconds), note))
         figures.append(ratio(f"{name}, warm / torchrun", _ratios(warm, bare, "first"), "≤ 0.5", note))
         figures.append(ratio(f"{name}, cold / torchrun", _ratios(cold, bare, "first"), "≤ 1.05", note))
     note = f"all of the above; {_WARM_STEPS} steps without the first {FIRST - 1}"
     return [*figures, ratio("steps, median, warm / cold", _ratios(warms, colds, "step"), "0.98 to 1.02", note)]
 
 
-def one_server() -> list[Figure]:
+def one_server() -> list[Result]:
     """Sequential runs with one server: the growth of the server's resources between the first and the last run."""
     server = psutil.Process(_wait_for_server()["pid"])
     with tempfile.TemporaryDirectory() as place:
@@ -153,14 +153,14 @@ def one_server() -> list[Figure]:
     descriptors, threads, memory = (last - first for first, last in zip(seen[0], seen[-1]))
     note = f"after {_RUNS} more runs of 2 ranks"
     return [
-        Figure("descriptors of the warm server", descriptors, "more", "0", (), note),
-        Figure("threads of the warm server", threads, "more", "0", (), note),
-        Figure("memory of the warm server, growth", memory / 2**20, "MiB", "≤ 5", (), note),
-        Figure("memory of the warm server", seen[-1][2] / 2**20, "MiB", "≤ 381", (), "resident"),
+        Result("descriptors of the warm server", descriptors, "more", "0", (), note),
+        Result("threads of the warm server", threads, "more", "0", (), note),
+        Result("memory of the warm server, growth", memory / 2**20, "MiB", "≤ 5", (), note),
+        Result("memory of the warm server", seen[-1][2] / 2**20, "MiB", "≤ 381", (), "resident"),
     ]
 
 
-def profiled() -> list[Figure]:
+def profiled() -> list[Result]:
     """Pipelines that profile every step, alternating cold and warm: the number of runs that did not finish."""
     _wait_for_server()
     ends = []
@@ -178,7 +178,7 @@ def profiled() -> list[Figure]:
         )
         ends.append(float(handle.wait().words != "finished"))
     note = f"in total, of {_PIPELINES}; half of them warm"
-    return [Figure("pipelines that profile every step", sum(ends), "crashes", "0", tuple(ends), note)]
+    return [Result("pipelines that profile every step", sum(ends), "crashes", "0", tuple(ends), note)]
 
 
 def _wait_for_server() -> dict[str, Any]:
@@ -206,12 +206,12 @@ _HOW = (
 )
 
 
-def traceml() -> list[Figure]:
+def traceml() -> list[Result]:
     """The package traceml-ai and the lab with the same script, each vs. plain torchrun of its environment, paired."""
     python = shutil.which(os.environ.get("LABKIT_BENCH_TRACEML", sys.executable))
     asked = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, check=False) if python else None
     if asked is None or asked.returncode:
-        return [Figure("steps, traceml-ai / torchrun", None, "×", "", (), _HOW)]
+        return [Result("steps, traceml-ai / torchrun", None, "×", "", (), _HOW)]
     theirs, figures = f"traceml-ai {asked.stdout.strip()}", []
     for workload in _BATCHES:
         script = _short("ddp", workload)
@@ -234,7 +234,7 @@ def traceml() -> list[Figure]:
 # ---- generated scripts vs. hand-written ones
 
 
-def generated_scripts() -> list[Figure]:
+def generated_scripts() -> list[Result]:
     """Step time of the generated scripts vs. hand-written ones in plain PyTorch, both under plain torchrun."""
     figures = []
     for strategy in _STRATEGIES:
@@ -253,7 +253,7 @@ def generated_scripts() -> list[Figure]:
 # ---- two ranks vs. one
 
 
-def scaling() -> list[Figure]:
+def scaling() -> list[Result]:
     """Samples per second of DDP on two CPU ranks vs. one, one thread each, on the 60,000 digits, and the limiting
     phase.
     """

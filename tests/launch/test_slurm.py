@@ -15,8 +15,8 @@ from conftest import wait_until
 from strategies_at_once import check_losses, script_of_all
 
 from labkit.analysis.summary import summarise
-from labkit.engines.job_files import Profile, sbatch
-from labkit.engines.portable import of_spec
+from labkit.jobs.job_files import Profile, sbatch
+from labkit.jobs.portable import of_spec
 from labkit.launch.job import LaunchError
 from labkit.launch.slurm_client import cancel, job_of
 from labkit.plan.spec import Spec

@@ -78,7 +78,7 @@ class Exercise:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Grade:
     """The result of a check. `state` is right, wrong or empty. It can be displayed in a notebook and in a terminal."""
 
     name: str
@@ -115,14 +115,14 @@ def exercises(topic: str) -> dict[str, Exercise]:
     return importlib.import_module(f"{__name__}.{topic}").EXERCISES
 
 
-def check(name: str, answer: Any) -> Verdict:
+def check(name: str, answer: Any) -> Grade:
     """The verdict on an answer to the exercise called `name`. Any answer except an empty one counts as an attempt.
 
     Never raises because of an answer; raises `LookupError` if there is no such exercise.
     """
     found = exercise(name)
     if is_empty(answer):
-        return Verdict(name, found.title, "empty", "not answered yet: replace the three dots with your answer")
+        return Grade(name, found.title, "empty", "not answered yet: replace the three dots with your answer")
     try:
         state, words = "right", found.check(answer)
     except Wrong as wrong:
@@ -130,7 +130,7 @@ def check(name: str, answer: Any) -> Verdict:
     except Exception as error:
         state, words = "wrong", f"this is not a valid answer: {type(error).__name__}: {error}"
     Book.here().note(name, state == "right")
-    return Verdict(name, found.title, state, words)
+    return Grade(name, found.title, state, words)
 
 
 def is_empty(answer: Any) -> bool:

@@ -33,7 +33,7 @@ class Batch(NamedTuple):
     train_end: float
 
 
-class Step(NamedTuple):
+class _StepTimes(NamedTuple):
     """When the program loads, copies and launches a step, and when the GPU computes it; each as (start, end) in
     seconds."""
 
@@ -93,14 +93,14 @@ def _later_steps(course: Sequence[Batch]) -> float:
 
 
 @checked
-def copying(fetch: float, launch: float, copy: float, compute: float, steps: int, waits: bool) -> list[Step]:
+def copying(fetch: float, launch: float, copy: float, compute: float, steps: int, waits: bool) -> list[_StepTimes]:
     """The timeline of steps on a GPU that runs copies and kernels sequentially; if `waits`, the program waits for each
     copy.
 
     Kernels can start when the program starts to launch them, and the last one ends no earlier than the launching.
     Raises `ValueError` for times or counts out of range.
     """
-    done: list[Step] = []
+    done: list[_StepTimes] = []
     now = free = 0.0
     for _ in range(steps):
         fetched = now + fetch
@@ -109,7 +109,7 @@ def copying(fetch: float, launch: float, copy: float, compute: float, steps: int
         now = begins + launch
         starts = max(copied, begins)
         free = max(starts + compute, now)
-        done.append(Step((fetched - fetch, fetched), (copied - copy, copied), (begins, now), (starts, free)))
+        done.append(_StepTimes((fetched - fetch, fetched), (copied - copy, copied), (begins, now), (starts, free)))
     return done
 
 

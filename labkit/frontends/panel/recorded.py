@@ -17,10 +17,10 @@ import ipywidgets
 from labkit.common.arguments import check_path
 from labkit.common.text import escape, visible, visible_line
 from labkit.common.units import size
-from labkit.engines import archive
-from labkit.engines.job_files import profile
-from labkit.engines.portable import of_run, of_spec
 from labkit.frontends.panel.words import sentence_html, state_html
+from labkit.jobs import archive
+from labkit.jobs.job_files import profile
+from labkit.jobs.portable import of_run, of_spec
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import SpecFields
 from labkit.record.files import NotPlain

@@ -13,8 +13,8 @@ from pygments.lexers import DiffLexer, PythonLexer
 from labkit.analysis.diagnose import findings
 from labkit.analysis.metrics import seconds_left
 from labkit.common.text import escape
-from labkit.engines.job_files import PORT
 from labkit.frontends.panel.charts import HandshakeWidget, program
+from labkit.jobs.job_files import PORT
 from labkit.plan.fields import SpecError
 from labkit.plan.nodes import node_commands
 from labkit.plan.script import diff_scripts, write_script

@@ -163,7 +163,7 @@ _AGREES = 1.05  # times the fastest
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RuleVerdict:
     """What the common rule chooses (None: nothing), the fastest layout, and the strategies that the rule passes over
     because they do not fit or need a larger batch."""
 
@@ -185,7 +185,7 @@ class Verdict:
         return part, own[part] - other[part]
 
 
-def verdict(found: Advice) -> Verdict | None:
+def verdict(found: Advice) -> RuleVerdict | None:
     """What the common rule says about this case; None for one device, or if nothing fits."""
     if not found.fitting or found.training.devices == 1:
         return None
@@ -193,6 +193,6 @@ def verdict(found: Advice) -> Verdict | None:
     for kind in _IN_ORDER:
         chosen = found.of_kind(kind)
         if chosen:
-            return Verdict(chosen, found.fitting[0], tuple(passed))
+            return RuleVerdict(chosen, found.fitting[0], tuple(passed))
         passed.append(kind)
-    return Verdict(None, found.fitting[0], tuple(passed))
+    return RuleVerdict(None, found.fitting[0], tuple(passed))

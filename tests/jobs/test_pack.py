@@ -19,8 +19,8 @@ from commands import called
 from fabricate import FakeRun
 from places import SCHEMAS
 
-from labkit.engines import archive, job_files, portable
 from labkit.frontends.panel.recorded import Pack
+from labkit.jobs import archive, job_files, portable
 from labkit.plan.spec import Spec, SpecError
 from labkit.runs.handle import with_ranks
 

@@ -16,8 +16,8 @@ from labkit.common.arguments import shown
 from labkit.common.files import MARK, write_output
 from labkit.common.reading import open_regular
 from labkit.common.units import counted, size
-from labkit.engines.job_files import Profile, commands, sbatch, skypilot, trainjob
-from labkit.engines.portable import REQUIREMENTS, Portable
+from labkit.jobs.job_files import Profile, commands, sbatch, skypilot, trainjob
+from labkit.jobs.portable import REQUIREMENTS, Portable
 
 _DATE = (1980, 1, 1, 0, 0, 0)  # of all files: the same job is the same zip
 _MOST_FILES = 1_000

@@ -14,7 +14,7 @@ import yaml
 from labkit.common.arguments import shown
 from labkit.common.files import MARK
 from labkit.common.units import counted
-from labkit.engines.portable import REQUIREMENTS, Portable
+from labkit.jobs.portable import REQUIREMENTS, Portable
 from labkit.plan.spec import SpecError
 from labkit.setup import limits
 

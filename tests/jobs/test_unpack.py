@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from commands import called
 
-from labkit.engines import archive
+from labkit.jobs import archive
 
 
 def zipped(path: Path, *entries: tuple[str, bytes], mode: int = stat.S_IFREG | 0o644) -> Path:
