@@ -2,8 +2,9 @@
 coverage.
 
 Kernels compute nothing. Sizes of received objects and positions in them are integers on the device, which torch adds
-up, and `torch.equal` decides what was changed: these are computed on the CPU. cuDNN is off, because it asks its kernels
-which of them are suitable.
+up, and `torch.equal` decides what was changed: these are computed on the CPU. `any` is false on a device, since
+libraries ask it whether a gradient is not finite: ranks that skipped a step, because of what was in their memory, would
+wait for different collectives. cuDNN is off, because it asks its kernels which of them are suitable.
 """
 
 import importlib.abc
@@ -33,7 +34,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 
 
 def change(torch):
-    """Computes sums of integers, sums of two numbers of which the first is an integer on a device, and `equal`."""
+    """Computes sums of integers, and of two numbers if the first is an integer on a device; and `equal` and `any`."""
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -59,7 +60,12 @@ def change(torch):
     def equal(first, second):
         return torch_equal(first.cpu(), second.cpu())
 
+    def any(self, *args, **kwargs):
+        found = tensor_any(self, *args, **kwargs)
+        return found.zero_() if type(self) is torch.Tensor and self.is_cuda else found
+
     torch_equal, torch.equal = torch.equal, equal
+    tensor_any, torch.Tensor.any = torch.Tensor.any, any
     whole_sum, torch.sum = torch.sum, sum
     for name in ("__add__", "__radd__", "__iadd__"):
         setattr(torch.Tensor, name, adding(name))
