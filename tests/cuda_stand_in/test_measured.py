@@ -92,9 +92,9 @@ def test_collectives_on_the_timeline_have_their_bytes_and_exposed_is_what_no_ker
     state, plan = trained(strategy)
     for rank in state.ranks.values():
         timeline = rank.timeline
-        done = [(op, size, len(ranks)) for op, _, _, size, _, ranks, _ in timeline.comm]
+        done = [(call.op, call.bytes, len(call.ranks)) for call in timeline.comm]
         assert sorted(done) == sorted(tuple(call) for call in plan.classes[0].calls)
-        sent = sum(end - start for _, start, end, *_ in timeline.comm)
+        sent = sum(call.end - call.start for call in timeline.comm)
         assert 0 <= sum(timeline.exposed.values()) <= sent
         computing = sum(end - start for start, end in timeline.busy)
         assert computing <= timeline.seconds

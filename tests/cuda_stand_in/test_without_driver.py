@@ -31,7 +31,7 @@ def without_driver(tmp_path_factory) -> dict[str, str]:
     place = tmp_path_factory.mktemp("runs")
     with tempfile.TemporaryDirectory(prefix="labkit-") as runtime:  # a socket's path must be short
         yield own | {
-            "PYTHONPATH": str(CLONE),
+            "PYTHONPATH": os.pathsep.join((str(Path(__file__).with_name("site")), str(CLONE))),  # for coverage
             "LABKIT_RUNS": str(place),
             "LABKIT_LEASES": str(place / "leases"),
             "XDG_CACHE_HOME": str(place / "cache"),

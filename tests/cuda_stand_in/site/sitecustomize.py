@@ -2,14 +2,17 @@
 coverage.
 
 Kernels compute nothing. Sizes of received objects and positions in them are integers on the device, which torch adds
-up, and `torch.equal` decides what was changed: these are computed on the CPU. cuDNN is off, because it asks its kernels
-which of them are suitable.
+up and compares, and `torch.equal` decides what was changed: these are computed on the CPU. `any` is false on a device,
+since libraries ask it whether a gradient is not finite: ranks that skipped a step, because of what was in their memory,
+would wait for different collectives. cuDNN is off, because it asks its kernels which of them are suitable.
 """
 
 import importlib.abc
 import importlib.util
 import os
 import sys
+
+ORDER = ("__gt__", "__lt__")  # what Python's `max` and `min` ask
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
@@ -33,7 +36,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 
 
 def change(torch):
-    """Computes sums of integers, sums of two numbers of which the first is an integer on a device, and `equal`."""
+    """Computes sums of integers, sum and order of two of which the first is on a device, `equal`, and `any`."""
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -45,24 +48,29 @@ def change(torch):
             return whole_sum(tensor.cpu(), *args, **kwargs).to(tensor.device)
         return whole_sum(tensor, *args, **kwargs)
 
-    def adding(name):
-        add = getattr(torch.Tensor, name)
+    def computing(name):
+        operation = getattr(torch.Tensor, name)
 
         def computed(self, other):
-            if is_whole(self) and self.dim() == 0:
+            if is_whole(self) and (self.dim() == 0 or (name in ORDER and self.numel() == 1)):
                 other = other.cpu() if isinstance(other, torch.Tensor) else other
-                return add(self.cpu(), other).to(self.device)
-            return add(self, other)
+                return operation(self.cpu(), other).to(self.device)
+            return operation(self, other)
 
         return computed
 
     def equal(first, second):
         return torch_equal(first.cpu(), second.cpu())
 
+    def any(self, *args, **kwargs):
+        found = tensor_any(self, *args, **kwargs)
+        return found.zero_() if type(self) is torch.Tensor and self.is_cuda else found
+
     torch_equal, torch.equal = torch.equal, equal
+    tensor_any, torch.Tensor.any = torch.Tensor.any, any
     whole_sum, torch.sum = torch.sum, sum
-    for name in ("__add__", "__radd__", "__iadd__"):
-        setattr(torch.Tensor, name, adding(name))
+    for name in ("__add__", "__radd__", "__iadd__", *ORDER):
+        setattr(torch.Tensor, name, computing(name))
 
 
 if "COVERAGE_PROCESS_START" in os.environ:
