@@ -17,7 +17,6 @@ from filelock import FileLock, Timeout
 from labkit.common.units import counted
 from labkit.setup.limits import user_name
 
-
 _QUEUE = "queue"  # the file that is locked while tickets change; the first one in the folder
 _SHARED = 0o666  # the locks; the folder has the sticky bit
 _PATIENCE = 30.0  # seconds to wait for the lock of the queue, which is held for milliseconds
