@@ -68,8 +68,7 @@ class Looks:
         self._sent: bool | None = None
         self._late: list[tuple[Any, torch.Tensor, Callable[[list[Any]], None]]] = []
         self._fresh()
-        if dist.is_available():
-            patches.wrap("looks", "torch.nn.parallel.DistributedDataParallel.__init__", self._wrapping)
+        patches.hook("looks", "torch.nn.modules.module.register_module_module_registration_hook", self._registered)
 
     def _fresh(self) -> None:
         self._drawn: dict[str, str] | None = None
@@ -83,18 +82,23 @@ class Looks:
         """Whether the current step is looked at."""
         return self._watch.finished + 1 >= self._due and not self._guard.off
 
-    def _wrapping(self, original: Callable[..., None]) -> Callable[..., None]:
-        def init(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-            original(module, *args, **kwargs)
+    def _registered(self, module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
+        """A module becomes part of another one: how a model in DDP is noticed when it is made, without a line of the
+        probe below DDP's own."""
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel) and part is not None:
             self._wrappers.add(module)
-
-        return init
 
     # ---- within a step
 
     def order_begins(self) -> None:
         """A loader begins to iterate, which may draw an order of the samples."""
         self._new_order = True
+
+    def forward_begins(self) -> None:
+        """A model is called to train: its parameters are those that it starts with, and still sharded."""
+        if not self._since:
+            self._guard(self._look_first)
+        self.samples_are_there()
 
     def samples_are_there(self) -> None:
         """A batch is requested from a loader, or else a model is called with samples: what is drawn from now on is
@@ -104,7 +108,7 @@ class Looks:
 
     def backward_begins(self, made_by: Edge | None) -> None:
         """Backward begins from a loss that the operation `made_by` computed."""
-        if not self._since:
+        if not self._since:  # no forward was seen, such as that of a compiled model
             self._guard(self._look_first)
         if self.now:
             self._guard(self._look_at_loss, made_by)
@@ -241,7 +245,7 @@ class Looks:
     # ---- what is looked at
 
     def _models(self) -> list[torch.nn.Module]:
-        wrappers = list(self._wrappers)
+        wrappers = [one for one in self._wrappers if hasattr(one, "reducer")]  # made without an error
         return outermost([*wrappers, *(model for model in self._watch.models if model not in self._wrappers)])
 
     def _tensors(self) -> list[tuple[int, str, str, torch.Tensor]]:
@@ -253,10 +257,11 @@ class Looks:
         return found[:: math.ceil(len(found) / _TENSORS)] if found else []
 
     def _track(self, tensors: list[Any]) -> None:
-        names = [[number, name, role, list(tensor.shape)] for number, name, role, tensor in tensors]
-        if names == self._tracked:
+        which = [(number, name, tensor.shape) for number, name, _, tensor in tensors]
+        if which == self._tracked:
             return
-        self._tracked = names
+        self._tracked = which  # a parameter that is unfrozen later is still the same one
+        names = [[number, name, role, list(tensor.shape)] for number, name, role, tensor in tensors]
         models = []
         for model in sorted(self._models(), key=lambda model: type(model).__name__):
             ddp = model in self._wrappers
@@ -315,10 +320,10 @@ class Looks:
 
 def _parts(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
-        if not hasattr(parameter, "ds_id"):  # DeepSpeed's stage 3 has its own sharding
+        if not hasattr(parameter, "ds_id") and not torch.nn.parameter.is_lazy(parameter):  # DeepSpeed's own sharding
             yield name.removeprefix("module."), "parameter" if parameter.requires_grad else "frozen", parameter
     for name, buffer in model.named_buffers():
-        if buffer.is_floating_point():
+        if buffer.is_floating_point() and not torch.nn.parameter.is_lazy(buffer):
             yield name.removeprefix("module."), "buffer", buffer
 
 

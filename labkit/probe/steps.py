@@ -417,7 +417,7 @@ class StepWatch(FinishedSteps):
         if model not in self._models:
             self._add_model(model)
         if self.looks:
-            self.looks.samples_are_there()
+            self.looks.forward_begins()
         return self.enter("forward")
 
     def forward_ends(self, depth: int | None, model: torch.nn.Module, inputs: Any, raised: bool = False) -> None:

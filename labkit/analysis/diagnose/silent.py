@@ -25,7 +25,7 @@ _SHOWN = 4
 _SHARING = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
 
 
-def no_group(state: RunState) -> Iterator[Finding]:
+def separate_ranks(state: RunState) -> Iterator[Finding]:
     """Several ranks that train without knowing of each other."""
     alone = _alone(state)
     if not alone:
@@ -33,7 +33,7 @@ def no_group(state: RunState) -> Iterator[Finding]:
     unset = sorted({name for rank in alone for look in rank.looks for name in look.unset})
     groups = "groups of one rank" if any(look.group for rank in alone for look in rank.looks) else "no process group"
     yield Finding(
-        name="no_group",
+        name="separate_ranks",
         kind="wrong",
         title=f"{ranks_in_words([rank.rank for rank in alone])} train separately: the script made {groups}",
         evidence=f"{state.world_size} ranks were started with WORLD_SIZE={state.world_size}; {groups} in any step; "
@@ -122,6 +122,47 @@ def replicas_differ(state: RunState) -> Iterator[Finding]:
             )
 
 
+def tied_apart(state: RunState) -> Iterator[Finding]:
+    """Copies of one tensor on two stages of a pipeline, such as the table of embeddings and the head."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    if not any(rank.traffic and "send" in rank.traffic.ops for rank in ranks):
+        return
+    for number, one in enumerate(ranks):
+        for other in ranks[number + 1 :]:
+            copies = [(a, b) for a in _matrices(one) for b in _matrices(other) if _same(one, a, other, b)]
+            if len(copies) != 1:
+                continue  # none, or layers that were made with the same seed
+            (mine, yours) = copies[0]
+            steps = {look.step for look in _in_steps(one)} & {look.step for look in _in_steps(other)}
+            parted = [step for step in sorted(steps) if not _same(one, mine, other, yours, step)]
+            if len(parted) < _LOOKS or len(parted) < _MOST * len([step for step in steps if step >= parted[0]]):
+                continue
+            names = (
+                f"{_called(one, [mine])[0]} on rank {one.rank} and {_called(other, [yours])[0]} on rank {other.rank}"
+            )
+            yield Finding(
+                name="tied_apart",
+                kind="wrong",
+                title=f"{names} were equal at the start, and differ from step {parted[0]} on",
+                evidence=f"shape {_tensors(one)[mine].shape}; equal sums before the first step, different ones after "
+                f"{counted(len(parted), 'observed step')}",
+                cause="each stage updates its copy of the tied weight with its own part of the gradient",
+                fix="all-reduce the sum of both gradients between the two stages before step(), or untie the weights",
+                ranks=(one.rank, other.rank),
+            )
+
+
+def _matrices(rank: RankState) -> list[int]:
+    return [n for n in sorted(_names(rank, "parameter")) if len(_tensors(rank)[n].shape) == 2]
+
+
+def _same(one: RankState, mine: int, other: RankState, yours: int, step: int = 0) -> bool:
+    a, b = _look_at(one, step), _look_at(other, step)
+    if a is None or b is None or _tensors(one)[mine].shape != _tensors(other)[yours].shape:
+        return False
+    return a.sums[mine] == b.sums[yours] and a.sums[mine][1] > 0
+
+
 def _replicas(state: RunState) -> Iterator[tuple[list[RankState], TrackedModel | None]]:
     """Ranks that hold replicas: those of each DDP model, or all ranks with equal models that are not sharded."""
     ranks = [rank for rank in state.ranks.values() if _trained(rank)]
@@ -141,7 +182,9 @@ def _replicas(state: RunState) -> Iterator[tuple[list[RankState], TrackedModel |
 def _drift(
     state: RunState, ranks: list[RankState], ddp: TrackedModel | None, first: Look, before: Look, parted: list[int]
 ) -> Finding | None:
-    everything = len(parted) >= _MOST * len(_names(ranks[0], "parameter"))
+    start, end = ranks[0].looks[0], _in_steps(ranks[0])[-1]
+    updated = [n for n in sorted(_names(ranks[0])) if start.sums[n] != end.sums[n]]
+    everything = len(parted) >= _MOST * len([n for n in updated if _tensors(ranks[0])[n].role != "buffer"])
     unlike = _unlike_settings(ranks, first.step)
     if unlike:
         name, step, values = unlike
@@ -302,8 +345,8 @@ def no_gradient(state: RunState) -> Iterator[Finding]:
             name="no_gradient",
             kind="wrong",
             title=f"{_parameters(sorted(idle))} never got a gradient",
-            evidence=f"no gradient at any of {counted(len(_in_steps(ranks[0])), 'observed step')} up to step {step}, on "
-            f"{ranks_in_words([rank.rank for rank in ranks], state.world_size)}; the optimizer holds them",
+            evidence=f"no gradient at any of {counted(len(_in_steps(ranks[0])), 'observed step')} up to step {step}, "
+            f"on {ranks_in_words([rank.rank for rank in ranks], state.world_size)}; the optimizer holds them",
             cause="the loss does not depend on them: they are not used, or what uses them is detached",
             fix="use them in the forward, without detach() or no_grad(), or set requires_grad_(False)",
             ranks=tuple(rank.rank for rank in ranks),
@@ -326,8 +369,8 @@ def same_random(state: RunState) -> Iterator[Finding]:
             name="same_random",
             kind="wrong",
             title=f"{ranks_in_words([rank.rank for rank in ranks], state.world_size)} draw the same random numbers",
-            evidence=f"the states of {name}'s generator were equal in all {len(known)} observed steps, before and after "
-            "numbers were drawn for samples that differ between the ranks",
+            evidence=f"the states of {name}'s generator were equal in all {len(known)} observed steps, before and "
+            "after numbers were drawn for samples that differ between the ranks",
             cause="every rank has set the same seed, so noise, dropout and augmentation are the same on all ranks",
             fix="seed with the rank once the model is built, such as torch.manual_seed(seed + rank)",
             ranks=tuple(rank.rank for rank in ranks),
@@ -375,7 +418,8 @@ def evaluated_twice(state: RunState) -> Iterator[Finding]:
             continue
         samples, ranks = evaluations[0].samples, tuple(one.rank for one in evaluations)
         parts = {tuple(sorted(one.indices)) for one in evaluations}
-        each = evaluations[:1] if len(parts) == 1 else evaluations  # every rank evaluates all of it
+        whole = len(parts) == 1 or all(one.count == one.samples for one in evaluations)
+        each = evaluations[:1] if whole else evaluations  # every rank evaluates all of it
         count = sum(one.count for one in each)
         often = [index for index, times in Counter(index for one in each for index in one.indices).items() if times > 1]
         if often:
@@ -403,7 +447,7 @@ def evaluated_twice(state: RunState) -> Iterator[Finding]:
                 name="evaluated_twice",
                 kind="wrong",
                 title=f"{trained} of {count} evaluated samples are also trained on",
-                evidence=f"evaluation {number + 1}: {counted(trained, 'index', 'indices')} in both parts of one data set",
+                evidence=f"evaluation {number + 1}: {trained} indices are in both parts of one data set",
                 cause="the parts for training and evaluation overlap: they were split with different random numbers",
                 fix="split once, with one generator, and use both parts of that split",
                 ranks=ranks,
@@ -624,9 +668,10 @@ def _all_finite(looks: Sequence[Look], numbers: Sequence[int]) -> bool:
 
 
 RULES = (
-    no_group,
+    separate_ranks,
     nothing_sent,
     replicas_differ,
+    tied_apart,
     no_effect,
     no_gradient,
     same_random,
