@@ -23,6 +23,7 @@ import torch
 
 from labkit.probe.backward import watch_backward
 from labkit.probe.journal import Guard, Journal
+from labkit.probe.looks import Looks
 from labkit.probe.patches import Patches
 from labkit.probe.replicas import ReplicaWatch
 from labkit.probe.sampler import StepSampler
@@ -52,8 +53,19 @@ def install(journal: Journal, patches: Patches, run: str, sample_every: int) -> 
     watch.groups.before_end(watch.recorder.store_newest)
     if traffic := Guard(journal, "traffic")(TrafficWatch, journal, patches, watch.recorder):
         watch.after_step.append(lambda: traffic.step_ends(watch.finished, watch.evaluations))
+    messages = (lambda: traffic.messages) if traffic else int
+    watch.looks = Guard(journal, "looks")(Looks, journal, patches, watch.recorder, watch, messages)
+    if looks := watch.looks:
+        watch.after_step.append(lambda: looks.step_ends(watch.finished))
+        watch.groups.before_end(looks.ends)
     watch.sampler = Guard(journal, "timelines")(StepSampler, journal, patches, run, watch.memory, traffic, sample_every)
-    seen = (journal, patches, lambda: watch.finished, lambda: watch.between and watch.thread.here())
+    seen = (
+        journal,
+        patches,
+        lambda: watch.finished,
+        lambda: watch.between and watch.thread.here(),
+        lambda: watch.models,
+    )
     watch.startup = Guard(journal, "startup")(Startup, journal, patches)
     watch.observations = Guard(journal, "observations")(Observations, *seen)
     Guard(journal, "compiled code")(skip_frames)

@@ -23,6 +23,7 @@ LOST = {
     "data loaders": "the sizes and samplers of data loaders are not compared across ranks",
     "data loading": "the data phase is not measured, and samples are counted from the inputs of the models",
     "halves of backward": "the losses and most backward passes of zero-bubble pipelines are not measured",
+    "looks": "replicas that differ, steps without effect and the like are not found",
     "loss shares": "the loss of a step with several backwards is their mean, even if the script scales them itself",
     "loopback": "the store of the ranks listens on every interface",
     "memory curves": "profiled steps have no memory curve",
@@ -43,6 +44,7 @@ LOST = {
     "timelines": "steps are not profiled, so there are no timelines, exposed communication or memory curves",
     "traces": "memory and traffic are predicted by formulas only, and those of your own scripts are not",
     "tensor versions": "changes of tensors are not counted, so some updates without hooks are not found",
+    "weights of losses": "losses that are means over different numbers of elements are not found",
     "warm starts": "runs start cold",
 }
 

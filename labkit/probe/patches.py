@@ -35,6 +35,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     "copies to the GPU": {"torch.Tensor.to": (), "torch.Tensor.cuda": ()},
     "optimizers": {"torch.optim.Optimizer.__init__": ()},
     "scaled losses": {"torch.amp.GradScaler.__init__": ()},
+    "looks": {f"{_MODULES}.register_module_module_registration_hook": ()},
     "metrics": {"torch.monitor.register_event_handler": ()},
     "builds": {f"{_BATON}.try_acquire": (), f"{_BATON}.wait": (), f"{_BATON}.release": ()},
     "timelines": {f"{_PROFILER}.profile.__init__": ()},
@@ -42,6 +43,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     "data loaders": {
         "torch.utils.data.DataLoader.__iter__": (),
         "torch.utils.data.DistributedSampler.__iter__": (),
+        "torch.utils.data.BatchSampler.__iter__": (),
     },
     "calls of item": {"torch.Tensor.item": ()},
     "saved files": {"torch.save": ("torch.serialization.save",)},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from labkit.probe.untraced import compiling
 _BATCHES = 3  # batches that are digested
 _INPUTS = 3  # steps per model whose inputs are digested
 _MODELS = 8  # maximum number of such models
+_EVALUATIONS, _DIVIDED = 3, 4
+_INDICES = 4096  # maximum number of indices or texts of a data set that are read
 _ITERATIONS = 4  # recorded iterations over loaders and samplers
 _ROWS, _DIGESTED = 16, 1 << 16  # rows and bytes of a tensor that are digested
 _ITEMS = 20  # steps in which calls of item are counted
@@ -34,9 +36,16 @@ class Observations:
     all phases.
     """
 
-    def __init__(self, journal: Journal, patches: Patches, step: Callable[[], int], between: Callable[[], bool]):
+    def __init__(
+        self,
+        journal: Journal,
+        patches: Patches,
+        step: Callable[[], int],
+        between: Callable[[], bool],
+        models: Callable[[], list[torch.nn.Module]],
+    ):
         self._journal, self._guard = journal, Guard(journal, "observations")
-        self._step, self._between = step, between
+        self._step, self._between, self._models = step, between, models
         self._left = {
             "loader": _ITERATIONS,
             "epoch": _ITERATIONS,
@@ -44,7 +53,12 @@ class Observations:
             "save": _SAVES,
             "input": 0,
             "not_finite": 1,
+            "evaluation": _EVALUATIONS,
+            "divided": _DIVIDED,
         }
+        self._parts: dict[int, tuple[Any, int, Any]] = {}  # by batch sampler: the data set, its size, its sampler
+        self._trained: dict[int, set[int]] = {}  # by data set: the indices of the part that is trained on
+        self._divided: set[int] = set()
         self._models_left, self._input_step = _MODELS, 0
         self._copies: list[tuple[int, Any, list[torch.Tensor]]] = []  # of inputs on GPUs: step, end of the copy, rows
         self._stepped: set[int] = set()
@@ -52,6 +66,7 @@ class Observations:
         patches.wrap("data loaders", "torch.utils.data.DataLoader.__iter__", self._before(self._loader))
         if torch.distributed.is_available():
             patches.wrap("data loaders", "torch.utils.data.DistributedSampler.__iter__", self._before(self._epoch))
+        patches.wrap("data loaders", "torch.utils.data.BatchSampler.__iter__", self._drawing)
         patches.wrap("calls of item", "torch.Tensor.item", self._items)
         patches.wrap("saved files", "torch.save", self._saves)
 
@@ -151,6 +166,50 @@ class Observations:
         sampler = getattr(sampler, "sampler", sampler)  # a BatchSampler passed as sampler
         batches, samples = (_length(thing) for thing in (loader, loader.dataset))
         self._record("loader", batches=batches, samples=samples, sampler=type(sampler).__name__)
+        if loader.batch_sampler is None or samples is None:
+            return
+        self._parts = {id(loader.batch_sampler): (loader.dataset, samples, sampler)}
+        if not self._evaluates() and type(loader.dataset) is torch.utils.data.Subset and samples <= _INDICES:
+            self._trained[id(loader.dataset.dataset)] = set(map(int, loader.dataset.indices))
+        ranks = getattr(sampler, "num_replicas", 1)
+        if ranks > 1 and id(loader.dataset) not in self._divided:
+            self._divided.add(id(loader.dataset))
+            digest, content = _digests_of_data(loader.dataset)
+            if digest:
+                kind = type(loader.dataset).__name__
+                self._record("divided", name=kind, ranks=int(ranks), samples=samples, digest=digest, content=content)
+
+    def _evaluates(self) -> bool:
+        models = self._models()
+        return not torch.is_grad_enabled() or (bool(models) and not any(model.training for model in models))
+
+    def _drawing(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def iterate(sampler: Any) -> Any:
+            part = self._parts.pop(id(sampler), None)
+            batches = original(sampler)
+            if part is None or not self._left["evaluation"] or not self._guard(self._evaluates):
+                return batches
+            return self._drawn(batches, *part)
+
+        return iterate
+
+    def _drawn(self, batches: Iterator[list[int]], data: Any, samples: int, sampler: Any) -> Iterator[list[int]]:
+        """The batches of an evaluation; records their indices when they have all been drawn."""
+        drawn: list[int] = []
+        for batch in batches:
+            drawn += batch
+            yield batch
+        self._guard(self._evaluated, drawn, data, samples, sampler)
+
+    def _evaluated(self, drawn: list[Any], data: Any, samples: int, sampler: Any) -> None:
+        count, trained = len(drawn), set()
+        if type(data) is torch.utils.data.Subset:
+            trained = self._trained.get(id(data.dataset), set())
+            drawn = [data.indices[index] for index in drawn]
+        drawn = [int(index) for index in drawn] if count <= _INDICES else []
+        shared = sum(index in trained for index in drawn)
+        kind = type(sampler).__name__
+        self._record("evaluation", samples=samples, count=count, sampler=kind, indices=drawn, trained=shared)
 
     def _items(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def item(tensor: torch.Tensor) -> Any:
@@ -175,6 +234,39 @@ class Observations:
             return original(obj, f, *args, **kwargs)
 
         return save
+
+
+def _digests_of_data(data: Any) -> tuple[str, str]:
+    """A digest of a data set in memory, and one of its parts in any order: the indices of a Subset, the first rows of
+    tensors, texts in its attributes. Empty if it has none of them."""
+    if isinstance(data, torch.utils.data.Subset):
+        return _of_parts([[str(index) for index in list(data.indices)[:_INDICES]]])
+    if isinstance(data, torch.utils.data.TensorDataset):
+        plain = [tensor[:: max(1, len(tensor) // _ROWS)] for tensor in data.tensors if len(tensor)]
+        rows = _first_rows(tensor for tensor in plain if tensor.device.type == "cpu")
+        return (_digest_of(rows), "") if rows else ("", "")
+    found = []
+    for value in vars(data).values() if hasattr(data, "__dict__") else ():
+        if isinstance(value, (list, tuple, dict)) and value:
+            parts = [_as_text(one) for one in list(value.items() if isinstance(value, dict) else value)[:_INDICES]]
+            if all(parts):
+                found.append(parts)
+    return _of_parts(found) if found else ("", "")
+
+
+def _as_text(value: Any) -> str:
+    """A text, a path, or a tuple of these and numbers; empty if it is anything else."""
+    parts = value if isinstance(value, tuple) else (value,)
+    known = all(isinstance(part, (str, os.PathLike, int)) for part in parts)
+    return "|".join(map(str, parts)) if known and any(isinstance(part, (str, os.PathLike)) for part in parts) else ""
+
+
+def _of_parts(parts: list[list[str]]) -> tuple[str, str]:
+    ordered = "\n".join("\n".join(texts) for texts in parts)
+    sets = "\n".join("\n".join(sorted(texts)) for texts in parts)
+    return tuple(
+        hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest() for text in (ordered, sets)
+    )
 
 
 def _first_rows(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

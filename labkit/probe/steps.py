@@ -13,6 +13,7 @@ import torch
 
 from labkit.probe.clocks import CpuClock, CudaClock, clock_for, likely_device
 from labkit.probe.journal import Guard, Journal
+from labkit.probe.looks import Looks
 from labkit.probe.losses import Edge, Loss, LossWatch, Share, share_of
 from labkit.probe.memory import MemoryWatch, local
 from labkit.probe.optimizers import InsideBackward, Optimizers, Pace, UpdateWatch
@@ -313,6 +314,7 @@ class StepWatch(FinishedSteps):
         self.groups: GroupWatch | None = None
         self.observations: Observations | None = None
         self.startup: Startup | None = None
+        self.looks: Looks | None = None
         self._see, self._share = Guard(journal, "observations"), Guard(journal, "loss shares")
         self._finite = True  # whether all known losses were finite
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -378,6 +380,8 @@ class StepWatch(FinishedSteps):
         self._look_for_update("optimizer")
         if self._unsure:
             self._evaluates()
+        if self.looks:
+            self.looks.samples_are_there()
         return self.enter("data")
 
     def data_ends(self, depth: int | None, batch: Any) -> None:
@@ -387,6 +391,8 @@ class StepWatch(FinishedSteps):
         self.leave(depth)
         if batch is None and not self._samples.has_batch and self._names[:1] == ["data"]:
             self._restart()
+        if self.looks and batch == ():
+            self.looks.order_begins()
         if "data" not in self._stack:
             self._samples.fetched(batch)
             if self.observations and batch is not None:
@@ -410,6 +416,8 @@ class StepWatch(FinishedSteps):
         self._unsure, self._trained = False, True
         if model not in self._models:
             self._add_model(model)
+        if self.looks:
+            self.looks.forward_begins()
         return self.enter("forward")
 
     def forward_ends(self, depth: int | None, model: torch.nn.Module, inputs: Any, raised: bool = False) -> None:
@@ -442,6 +450,8 @@ class StepWatch(FinishedSteps):
             copy = self._clock.copy(local(root.detach()))
             self._loss = None if copy is None else Loss(copy, self._share(share_of, made_by) or Share())
         self._losses.backward_begins()
+        if self.looks:
+            self.looks.backward_begins(made_by)
         return depth
 
     def backward_ends(self, depth: int | None) -> None:
@@ -450,6 +460,8 @@ class StepWatch(FinishedSteps):
         if depth is None or "backward" in self._stack:
             return
         self._losses.backward_ends(self._loss)
+        if self.looks:
+            self.looks.backward_ends()
         if self._loss and ("optimizer" in self._stack or self.by_hand):
             self._look_for_divergence([self._loss])  # no optimizer step begins between this loss and the update
         if "optimizer" in self._stack:
@@ -490,6 +502,8 @@ class StepWatch(FinishedSteps):
             self.leave(self._stack.index("optimizer") if "optimizer" in self._stack else None)
         self._look(self.memory.add_optimizer, optimizer)
         self._look_for_divergence(self._losses.newest)
+        if self.looks:
+            self.looks.optimizer_begins(optimizer)
         self._stepping.append(optimizer)
         if len(self._stepping) == 1:
             self._closure_ran = False
@@ -515,6 +529,8 @@ class StepWatch(FinishedSteps):
     def script_ends(self, seconds: float) -> None:
         """The script has ended: reports its last step and waits up to `seconds` for steps that are not known yet."""
         self._look_for_update("optimizer", script_ends=True)
+        if self.looks:
+            self.looks.ends()
         self.drain(seconds)
         self._pending.flush()
 

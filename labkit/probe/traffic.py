@@ -245,6 +245,7 @@ class TrafficWatch:
         self._begun = clock.SystemMoment.now()
         self._seen = (0, 0)
         self._calls = self._sent = self._depth = 0
+        self.messages = 0  # that this rank has sent since it started
         self._passed: list[dict[str, Any]] | None = None
         self._read: list[dict[str, Any]] | None = None  # the recorder's entries, if already read for this step
         if dist.is_available():
@@ -258,6 +259,7 @@ class TrafficWatch:
             if not self._depth:  # `send` may call `isend`
                 size = tensor.numel() * tensor.element_size()
                 if sends:
+                    self.messages += 1
                     self._calls += 1
                     self._sent += size
                 if self._passed is not None:

@@ -332,6 +332,56 @@ class Replica(OfRank, tag_field="kind", tag="replica"):
     gil_wait: Seconds | None = None
 
 
+class TrackedModel(Recorded):
+    """A model whose tensors are looked at: its class; for DDP the `ranks` of its group, whether it is `called` and
+    whether it sends its `buffers`; whether it is `sharded` (FSDP, DTensor)."""
+
+    name: Name
+    ranks: Ranks | None = None
+    called: bool = True
+    buffers: bool = False
+    sharded: bool = False
+
+
+class TrackedTensor(Recorded, array_like=True):
+    """A tensor that is looked at: the index of its model, its name, its role (parameter, frozen, buffer), its shape."""
+
+    model: Count
+    name: Name
+    role: Name
+    shape: Annotated[list[Count], Meta(max_length=64)]
+
+
+class Tracked(OfRank, tag_field="kind", tag="tracked"):
+    """Which tensors the following looks have sums of, in order."""
+
+    models: Annotated[list[TrackedModel], Meta(max_length=1_000)]
+    tensors: Annotated[list[TrackedTensor], Meta(max_length=10_000)]
+
+
+class Look(OfRank, tag_field="kind", tag="look"):
+    """What step `step` left: `sums` (position-weighted sum, sum of absolute values) of each tracked tensor; 0 is before
+    the first step, `end` is when the script ends. `settings` are the optimizers' hyperparameters.
+
+    `group` is the size of the default process group (0: none), and `unset` are variables of other launchers that the
+    script reads. `silent`: nothing was sent since the first step. `idle` are the tracked parameters without a
+    gradient, `clipped` is the factor by which the script multiplied the gradients, `weight` the weight of one element
+    in the loss, and `random` the digests of generators that were used for this rank's samples, before and after."""
+
+    step: Count
+    sums: Annotated[list[tuple[float, float]], Meta(max_length=10_000)]
+    end: bool = False
+    group: Annotated[int, Meta(ge=0, le=RANKS)] = 0
+    settings: Annotated[dict[str, float], Meta(max_length=1_000)] = {}
+    unset: Annotated[list[Name], Meta(max_length=100)] = []
+    silent: bool = False
+    gradients: bool = False
+    idle: Annotated[list[Count], Meta(max_length=10_000)] = []
+    clipped: float | None = None
+    weight: float | None = None
+    random: Annotated[dict[str, tuple[Name, Name]], Meta(max_length=100)] = {}
+
+
 class Operation(Recorded):
     """The calls of one collective in a step, the bytes of their tensors, and the bytes that this rank sent."""
 
@@ -505,6 +555,29 @@ class Input(Observed, tag_field="what", tag="input"):
     digest: Name | None = None
 
 
+class Evaluation(Observed, tag_field="what", tag="evaluation"):
+    """An evaluation has drawn `count` samples of a data set of `samples` on this rank: `indices` in the data set that
+    the parts for training and evaluation are taken from (empty if there are too many), and how many of them also
+    belong to the part for training, `trained`."""
+
+    samples: Count
+    count: Count
+    sampler: Name
+    indices: Annotated[list[Count], Meta(max_length=100_000)] = []
+    trained: Count = 0
+
+
+class DividedData(Observed, tag_field="what", tag="divided"):
+    """A data set that a DistributedSampler divides among `ranks`: its class, digests of its parts in order and in any
+    order."""
+
+    name: Name
+    ranks: Count
+    samples: Count
+    digest: Name
+    content: Name = ""
+
+
 class StartedProcess(Observed, tag_field="what", tag="process"):
     """A process that the script started: `how`, and the function or command that it runs."""
 
@@ -534,7 +607,21 @@ class NotFinite(Observed, tag_field="what", tag="not_finite"):
     infinite: Count | None = None
 
 
-Seen: TypeAlias = Model | Loader | Epoch | Batch | Item | Save | Input | StartedProcess | Thread | Gradients | NotFinite
+Seen: TypeAlias = (
+    Model
+    | Loader
+    | Epoch
+    | Batch
+    | Item
+    | Save
+    | Input
+    | Evaluation
+    | DividedData
+    | StartedProcess
+    | Thread
+    | Gradients
+    | NotFinite
+)
 Event: TypeAlias = (
     Start
     | Startup
@@ -559,6 +646,8 @@ Event: TypeAlias = (
     | Losses
     | Memory
     | Replica
+    | Tracked
+    | Look
     | Traffic
     | Timeline
     | MemoryStep

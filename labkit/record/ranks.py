@@ -17,11 +17,13 @@ from labkit.record.events import (
     Batch,
     Error,
     Input,
+    Look,
     MemoryStep,
     Model,
     Seen,
     Silent,
     Timeline,
+    Tracked,
     Traffic,
     Waiting,
 )
@@ -93,6 +95,8 @@ class RankState:
     silent: Silent | None = None
     not_finite: int | None = None
     saw: list[Seen] = field(default_factory=list)
+    tracked: Tracked | None = None
+    looks: list[Look] = field(default_factory=list)
     steps: Steps = field(default_factory=Steps)
     losses: dict[int, OtherLosses] = field(default_factory=dict)
     optimizers: dict[int, str] = field(default_factory=dict)

@@ -36,6 +36,7 @@ Applied: TypeAlias = events.Event | Block | SpecFields | Status | Plan | Guesses
 _TRAINS = ("training", "evaluating")  # any other activity of a rank is a preparation, in words
 _TIMELINES = 20  # stored per rank
 _SEEN = 200
+_LOOKS = 48  # stored per rank: the first ones, and the newest
 _METRICS = 1000  # stored metrics, the newest
 _NAMES = 1000  # names of metrics and reported values that are stored
 _REPLICA_STEPS = 50  # newest steps of which the figures of dp's replicas are stored
@@ -143,6 +144,7 @@ class RunState:
         rank.attempts[rank.attempt] = len(rank.steps)
         rank.started, rank.ended, rank.exit_code, rank.error, rank.activity = event.t, None, None, None, None
         rank.waiting, rank.not_finite, rank.saw, rank.timelines, rank.left_at = None, None, [], {}, ""
+        rank.tracked, rank.looks = None, []
         rank.began, rank.startup = event.began, {}
 
     def _on_startup(self, event: events.Startup) -> None:
@@ -217,6 +219,16 @@ class RunState:
         saw = self._rank(event).saw
         if len(saw) < _SEEN:
             saw.append(event)
+
+    def _on_tracked(self, event: events.Tracked) -> None:
+        rank = self._rank(event)
+        rank.tracked, rank.looks = event, []
+
+    def _on_look(self, event: events.Look) -> None:
+        looks = self._rank(event).looks
+        looks.append(event)
+        if len(looks) > _LOOKS:
+            del looks[_LOOKS // 2]
 
     def _on_activity(self, event: events.Activity) -> None:
         rank = self._rank(event)
@@ -440,6 +452,8 @@ _HANDLERS: dict[type, Callable[[RunState, Any], None]] = {
     events.Losses: RunState._on_losses,
     events.Memory: RunState._on_memory,
     events.Replica: RunState._on_replica,
+    events.Tracked: RunState._on_tracked,
+    events.Look: RunState._on_look,
     events.Traffic: RunState._on_traffic,
     events.Timeline: RunState._on_timeline,
     events.MemoryStep: RunState._on_memory_step,

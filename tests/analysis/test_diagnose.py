@@ -206,7 +206,7 @@ def test_no_event_makes_the_diagnosis_raise(junk):
 
 
 def test_what_could_not_be_judged_is_said_and_the_rest_stands():
-    state = fold(spec(), start(0, 1), saw(0, "item", calls=20, steps=20))
+    state = fold(spec(), start(0, 1, device="cuda:0"), saw(0, "item", calls=20, steps=20))
     apply(state, Save(t=1.0, rank=0, path=["x"], step=5))  # which the check on reading would have refused
     assert names(state) == ["synchronised", "not_judged"]
     found = findings(state)[-1]

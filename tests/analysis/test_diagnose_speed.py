@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import diagnosed
 import pytest
 from diagnosed import (
     MIB,
@@ -17,7 +18,6 @@ from diagnosed import (
     script,
     spec,
     start,
-    steps,
     timeline,
     traffic,
 )
@@ -28,6 +28,11 @@ from labkit import run
 from labkit.analysis.diagnose.finding import _ADVICE, advice
 from labkit.record.events import Model
 from labkit.training.strategies import STRATEGIES
+
+
+def steps(rank: int, count: int = 25, **seconds) -> list[dict]:
+    """Steps of a run that is long enough to judge its speed."""
+    return diagnosed.steps(rank, count, **seconds)
 
 
 def test_steps_that_wait_for_data():
@@ -98,7 +103,7 @@ def profiled(*ranks: int, exposed: float = 0.05, every: int = 50, times: int = 1
 
 
 def test_communication_that_nothing_hides():
-    """One profiled step, and 12 others whose backward takes as long."""
+    """One profiled step, and 25 others whose backward takes as long."""
     usual = [*steps(0, **COMMUNICATING), *steps(1, **COMMUNICATING)]
     found = first(fold(spec(), start(0, 1), usual, timeline(0), timeline(1, exposed=0.06)), "communication_bound")
     assert (
@@ -178,11 +183,20 @@ def test_buckets_that_are_as_they_should_be(events):
     assert names(fold(spec(), start(0, 1), events)) == []
 
 
-@pytest.mark.parametrize(("device", "cause"), [("cuda:0", "no work is queued"), ("cpu", "costs nothing")])
-def test_a_value_read_in_every_step(device, cause):
-    found = first(fold(spec(), start(0, device=device), saw(0, "item", calls=20, steps=20)), "synchronised")
-    assert found.ranks == (0,) and "20 of 20 steps" in found.evidence and cause in found.cause
-    assert names(fold(spec(), start(0), saw(0, "item", calls=1, steps=20))) == []
+def test_a_value_read_in_every_step():
+    item = saw(0, "item", calls=20, steps=20)
+    state = fold(spec(), start(0, 1, device="cuda:0"), item, item | {"rank": 1})
+    found = first(state, "synchronised")
+    assert found.ranks == (0, 1) and "20 of 20 steps" in found.evidence and "no work is queued" in found.cause
+    assert names(fold(spec(), start(0, device="cuda:0"), saw(0, "item", calls=1, steps=20))) == []
+    assert names(fold(spec(), start(0), item)) == [], "a CPU rank waits for nothing"
+
+
+def test_a_run_of_a_moment_says_nothing_about_speed():
+    quick = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.001)
+    short = [*steps(0, 40, **quick), *steps(1, 40, **quick | {"other": 0.01})]
+    events = [event | {"seconds": event["seconds"] | {"step": 0.014}} for event in short]
+    assert names(fold(script(), start(0, 1), events, timeline(0), timeline(1))) == []
 
 
 def test_fsdp_with_one_unit():

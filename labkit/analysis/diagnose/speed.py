@@ -53,6 +53,7 @@ def uneven_experts(state: RunState) -> Iterator[Finding]:
 
 
 _ENOUGH = 7  # steps, without the warm-up, before anything is judged: a median of fewer is noise
+_LONG = 2.0  # seconds of such steps, before a rank is called slow: in less, another process may have delayed it
 _DATA_SHARE = 0.3
 _SLOWER = 1.5  # times the other ranks' own time, for a straggler
 _EXCESS = 0.2  # least excess of a straggler, as a share of the step
@@ -91,6 +92,11 @@ def _is_judged(rank: RankState) -> bool:
     return counted_steps(rank) >= _ENOUGH
 
 
+def _is_long(state: RunState, rank: RankState) -> bool:
+    """Whether the counted steps took long enough to compare ranks, or computation with communication."""
+    return counted_steps(rank) * _step(state, rank.rank) >= _LONG
+
+
 def _step(state: RunState, number: int) -> float:
     """The current seconds of a step of a rank; 0 if unknown."""
     return step_seconds(state, number, now=True) or 0.0
@@ -117,6 +123,8 @@ def straggler(state: RunState) -> Iterator[Finding]:
     others = [seconds for number, seconds in total.items() if number != slowest]
     excess = total[slowest] - median(others)
     step = max(_step(state, rank.rank) for rank in ranks)
+    if not all(_is_long(state, rank) for rank in ranks):
+        return
     if total[slowest] < _SLOWER * median(others) or excess < _EXCESS * step:
         return
     lost = {
@@ -160,6 +168,8 @@ def communication_bound(state: RunState) -> Iterator[Finding]:
     """
     found = {rank.rank: _exposed(state, rank) for rank in state.ranks.values()}
     shares = {number: share for number, share in found.items() if share is not None}
+    if any(_is_judged(rank) and not _is_long(state, rank) for rank in state.ranks.values()):
+        return
     if not shares or len(shares) < len(found) or min(shares.values()) < _EXPOSED:
         return
     by_op: dict[str, float] = {}
@@ -240,26 +250,21 @@ def small_buckets(state: RunState) -> Iterator[Finding]:
 
 
 def synchronised(state: RunState) -> Iterator[Finding]:
-    """A script that reads a tensor's value in every step."""
-    for rank in state.ranks.values():
-        seen = rank.seen(Item)
-        if not seen or seen[0].calls < 0.9 * seen[0].steps:
-            continue
-        on_gpu = rank.device.startswith("cuda")
+    """A script that reads a tensor's value in every step, and thereby waits for a GPU."""
+    seen = {rank.rank: rank.seen(Item)[:1] for rank in state.ranks.values() if rank.device.startswith("cuda")}
+    found = {number: items[0] for number, items in seen.items() if items and items[0].calls >= 0.9 * items[0].steps}
+    if found:
+        first = next(iter(found.values()))
         yield Finding(
             name="synchronised",
             kind="slow",
-            title=f"rank {rank.rank} waits for its device in every step: `.item()`",
-            evidence=f"called between the phases in {seen[0].calls} of {seen[0].steps} steps",
-            cause=(
-                "a value can be read only after the device has computed it, and no work is queued meanwhile"
-                if on_gpu
-                else "on a CPU rank it costs nothing; on a GPU no work would be queued meanwhile"
-            ),
+            title=f"{ranks_in_words(sorted(found))} {'waits' if len(found) == 1 else 'wait'} for "
+            f"{'its' if len(found) == 1 else 'their'} device in every step: `.item()`",
+            evidence=f"called between the phases in {first.calls} of {first.steps} steps",
+            cause="a value can be read only after the device has computed it, and no work is queued meanwhile",
             fix="store loss.detach() and call .item() on it only every 20 steps",
-            ranks=(rank.rank,),
+            ranks=tuple(sorted(found)),
         )
-        return
 
 
 def one_unit(state: RunState) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy
 
 from labkit.analysis.diagnose.finding import DDP, Finding, one_of
+from labkit.analysis.diagnose.silent import separate_ranks
 from labkit.analysis.metrics import median
 from labkit.common.units import counted, ranks_in_words
 from labkit.record.events import Batch, Epoch, NotFinite, Save
@@ -237,7 +238,7 @@ def one_file(state: RunState) -> Iterator[Finding]:
         for save in rank.seen(Save):
             writers[rank.host, save.path, save.step].add(rank.rank)
     several = {key: ranks for key, ranks in writers.items() if len(ranks) > 1}
-    if not several:
+    if not several or next(separate_ranks(state), None):  # each of them is rank 0
         return
     (_, path, step), ranks = min(several.items(), key=lambda item: item[0][2])
     yield Finding(

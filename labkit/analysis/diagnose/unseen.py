@@ -79,7 +79,10 @@ def _gradients(rank: RankState, backwards: int) -> Finding:
         kind="unseen",
         title=f"rank {rank.rank} recorded no training step: gradients were computed, but no parameter changed",
         evidence=f"calls of backward: {backwards}; optimizer steps: 0; parameter updates after backward: 0",
-        cause="a step is optimizer.step() or a parameter update after backward; the script did neither",
+        cause=(
+            "a step is optimizer.step() or a parameter update after backward; the script did neither, or a GradScaler "
+            "skipped each step, because it found infinite or NaN gradients"
+        ),
         fix=(
             "call optimizer.step() after backward; if the script updates tensors in another way, use a "
             "torch.optim.Optimizer instead"

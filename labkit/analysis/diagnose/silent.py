@@ -1,0 +1,682 @@
+"""Runs that end without an error and train something else than their author thinks: found by comparing what the looks
+of the ranks say about the same step (`looks.py` of the probe)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from labkit.analysis.diagnose.finding import Finding
+from labkit.common.units import counted, ranks_in_words
+from labkit.record.events import DividedData, Evaluation, Input
+
+if TYPE_CHECKING:
+    from labkit.record.events import Look, TrackedModel, TrackedTensor
+    from labkit.record.ranks import RankState
+    from labkit.record.state import RunState
+
+_APART = 1e-6  # difference of replicas, as a share of their absolute values, that rounding does not explain
+_UNEQUAL = 1e-2  # relative difference of weights, or of factors, that the author did not mean
+_LOOKS = 3  # looks that must agree
+_MOST = 0.9
+_SHOWN = 4
+_SHARING = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
+
+
+def separate_ranks(state: RunState) -> Iterator[Finding]:
+    """Several ranks that train without knowing of each other."""
+    alone = _alone(state)
+    if not alone:
+        return
+    unset = sorted({name for rank in alone for look in rank.looks for name in look.unset})
+    groups = "groups of one rank" if any(look.group for rank in alone for look in rank.looks) else "no process group"
+    yield Finding(
+        name="separate_ranks",
+        kind="wrong",
+        title=f"{ranks_in_words([rank.rank for rank in alone])} train separately: the script made {groups}",
+        evidence=f"{state.world_size} ranks were started with WORLD_SIZE={state.world_size}; {groups} in any step; "
+        + ("the script reads " + ", ".join(unset) + ", which torchrun does not set" if unset else "nothing is sent"),
+        cause=(
+            f"the script takes its rank and their number from {_listed(unset)}, so every rank is number 0 of 1 and "
+            "trains all of the data for itself"
+            if unset
+            else "every rank acts as number 0 of 1, and trains all of the data for itself"
+        ),
+        fix=(
+            "read RANK, LOCAL_RANK and WORLD_SIZE, which torchrun sets, and call "
+            "torch.distributed.init_process_group() before the model is wrapped"
+        ),
+        ranks=tuple(rank.rank for rank in alone),
+    )
+
+
+def _alone(state: RunState) -> list[RankState]:
+    """The ranks, if they train equal models without a group of several ranks."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    alone = len(ranks) > 1 and all(look.group < 2 for rank in ranks for look in rank.looks)
+    return ranks if alone and _alike(ranks) and not _apart(ranks, 0, _names(ranks[0], "parameter")) else []
+
+
+def nothing_sent(state: RunState) -> Iterator[Finding]:
+    """A wrapper, or a process group, through which nothing is sent."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    if len(ranks) < 2 or not all(look.silent for rank in ranks for look in _in_steps(rank)[-1:]):
+        return
+    model = next((one for one in _models(ranks[0]) if one.ranks or one.sharded), None)
+    if model is None and (not _alike(ranks) or _apart(ranks, 0, _names(ranks[0], "parameter"))):
+        return  # nothing says that the ranks train the same model
+    step = _in_steps(ranks[0])[-1].step
+    parted = _alike(ranks) and bool(_apart(ranks, step, _names(ranks[0], "parameter")))
+    around = model is not None and not model.called
+    yield Finding(
+        name="nothing_sent",
+        kind="wrong",
+        title=(
+            f"{f'a model in {model.name}' if model else 'a process group'}, but nothing is sent in any step"
+            + (": the replicas differ" if parted else "")
+        ),
+        evidence=(
+            f"no collective and no message in steps 2 to {step} on {ranks_in_words([rank.rank for rank in ranks])}"
+            + (
+                f"; {_parameters(parted_names(ranks, step))} differ between the ranks after step {step}"
+                if parted
+                else ""
+            )
+        ),
+        cause=(
+            f"the forward goes around {model.name}: the script calls the model inside, and the gradients of such a "
+            "forward are not all-reduced"
+            if around and model
+            else "backward ran without a synchronisation, such as in no_sync(), or no line sends the gradients"
+        ),
+        fix=(
+            f"call the {model.name} itself, such as model(x), instead of model.module or its methods, and compute the "
+            "loss from its output"
+            if around and model
+            else "leave no_sync() for the last micro-batch of each step, or wrap the model in DistributedDataParallel"
+        ),
+        ranks=tuple(rank.rank for rank in ranks),
+    )
+
+
+def replicas_differ(state: RunState) -> Iterator[Finding]:
+    """Replicas of one model that were equal and are not any more."""
+    if _alone(state) or any(nothing_sent(state)):
+        return
+    for ranks, ddp in _replicas(state):
+        parameters, buffers = (_names(ranks[0], role) for role in ("parameter", "buffer"))
+        parameters = parameters | _names(ranks[0], "frozen")
+        if found := _parting(ranks, parameters):
+            if finding := _drift(state, ranks, ddp, *found):
+                yield finding
+        elif ddp and not ddp.buffers and (found := _parting(ranks, buffers)):
+            yield _drifted(
+                ranks,
+                *found,
+                what="only buffers",
+                cause="DDP was made with broadcast_buffers=False, so each rank computes its own, such as the running "
+                "mean of BatchNorm",
+                fix="use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or leave out broadcast_buffers=False",
+            )
+
+
+def tied_apart(state: RunState) -> Iterator[Finding]:
+    """Copies of one tensor on two stages of a pipeline, such as the table of embeddings and the head."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    if not any(rank.traffic and "send" in rank.traffic.ops for rank in ranks):
+        return
+    for number, one in enumerate(ranks):
+        for other in ranks[number + 1 :]:
+            copies = [(a, b) for a in _matrices(one) for b in _matrices(other) if _same(one, a, other, b)]
+            if len(copies) != 1:
+                continue  # none, or layers that were made with the same seed
+            (mine, yours) = copies[0]
+            steps = {look.step for look in _in_steps(one)} & {look.step for look in _in_steps(other)}
+            parted = [step for step in sorted(steps) if not _same(one, mine, other, yours, step)]
+            if len(parted) < _LOOKS or len(parted) < _MOST * len([step for step in steps if step >= parted[0]]):
+                continue
+            names = (
+                f"{_called(one, [mine])[0]} on rank {one.rank} and {_called(other, [yours])[0]} on rank {other.rank}"
+            )
+            yield Finding(
+                name="tied_apart",
+                kind="wrong",
+                title=f"{names} were equal at the start, and differ from step {parted[0]} on",
+                evidence=f"shape {_tensors(one)[mine].shape}; equal sums before the first step, different ones after "
+                f"{counted(len(parted), 'observed step')}",
+                cause="each stage updates its copy of the tied weight with its own part of the gradient",
+                fix="all-reduce the sum of both gradients between the two stages before step(), or untie the weights",
+                ranks=(one.rank, other.rank),
+            )
+
+
+def _matrices(rank: RankState) -> list[int]:
+    return [n for n in sorted(_names(rank, "parameter")) if len(_tensors(rank)[n].shape) == 2]
+
+
+def _same(one: RankState, mine: int, other: RankState, yours: int, step: int = 0) -> bool:
+    a, b = _look_at(one, step), _look_at(other, step)
+    if a is None or b is None or _tensors(one)[mine].shape != _tensors(other)[yours].shape:
+        return False
+    return a.sums[mine] == b.sums[yours] and a.sums[mine][1] > 0
+
+
+def _replicas(state: RunState) -> Iterator[tuple[list[RankState], TrackedModel | None]]:
+    """Ranks that hold replicas: those of each DDP model, or all ranks with equal models that are not sharded."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    seen = set()
+    for rank in ranks:
+        for model in _models(rank):
+            if model.ranks and tuple(model.ranks) not in seen:
+                seen.add(tuple(model.ranks))
+                members = [one for one in ranks if one.rank in model.ranks]
+                if len(members) == len(model.ranks) > 1 and _alike(members):
+                    yield members, model
+    own = state.asked is None and not seen and not any(model.sharded for rank in ranks for model in _models(rank))
+    if own and len(ranks) > 1 and _alike(ranks) and _separate(ranks) and not _apart(ranks, 0, _names(ranks[0])):
+        yield ranks, None
+
+
+def _drift(
+    state: RunState, ranks: list[RankState], ddp: TrackedModel | None, first: Look, before: Look, parted: list[int]
+) -> Finding | None:
+    start, end = ranks[0].looks[0], _in_steps(ranks[0])[-1]
+    updated = [n for n in sorted(_names(ranks[0])) if start.sums[n] != end.sums[n]]
+    everything = len(parted) >= _MOST * len([n for n in updated if _tensors(ranks[0])[n].role != "buffer"])
+    unlike = _unlike_settings(ranks, first.step)
+    if unlike:
+        name, step, values = unlike
+        told = ", ".join(f"{value:g} on rank {rank.rank}" for value, rank in zip(values, ranks))
+        return _drifted(
+            ranks,
+            first,
+            before,
+            parted,
+            what="the replicas",
+            cause=f"the optimizers' {_in_words(name)} differs first: {told}, in the optimizers after step {step}",
+            fix=(
+                "let all ranks decide alike: all-reduce the number that a scheduler such as ReduceLROnPlateau judges, "
+                "or broadcast the learning rate from rank 0"
+            ),
+        )
+    if ddp and not everything:
+        return _drifted(
+            ranks,
+            first,
+            before,
+            parted,
+            what="some parameters",
+            cause=(
+                "DDP all-reduces the parameters that required a gradient when it was made: these are in none of its "
+                "buckets, because they were unfrozen or added later, or are ignored"
+            ),
+            fix="set requires_grad and add modules before DistributedDataParallel(model), or wrap the model again then",
+        )
+    if ddp and not ddp.called:
+        return _drifted(
+            ranks,
+            first,
+            before,
+            parted,
+            what="the replicas",
+            cause="the forward goes around DDP: the script calls the model inside, whose gradients are not all-reduced",
+            fix="call the DistributedDataParallel itself instead of model.module or its methods",
+        )
+    if ddp:
+        return _drifted(
+            ranks,
+            first,
+            before,
+            parted,
+            what="the replicas",
+            cause="what DDP all-reduces is not all that the ranks' optimizers use: gradients or parameters are changed "
+            "after backward in different ways, or backward ran in no_sync() before the step",
+            fix="compare the ranks' lines between backward() and step(), and leave no_sync() for the last backward",
+        )
+    traffic = [rank.traffic for rank in ranks if rank.traffic]
+    operations = {name for one in traffic for name in one.ops}
+    if len(traffic) < len(ranks) or operations & {"send", "all_to_all"}:
+        return None
+    shared = min(sum(op.bytes for name, op in one.ops.items() if name in _SHARING) for one in traffic)
+    if everything and shared >= 1.8 * _elements(ranks[0]):
+        return _drifted(
+            ranks,
+            first,
+            before,
+            parted,
+            what="the replicas",
+            cause=(
+                f"{shared:,.0f} bytes are all-reduced per step, as many as the gradients have, but the optimizer does "
+                "not use the result: it is a copy, such as of flatten, cat or .to()"
+            ),
+            fix="copy the result back into parameter.grad (copy_) before step(), or all-reduce parameter.grad itself",
+        )
+    if not everything and shared:
+        return _drifted(
+            ranks,
+            first,
+            before,
+            parted,
+            what="some parameters",
+            cause="the script synchronises the other parameters, whose replicas are equal, and not these",
+            fix="synchronise the gradients of all parameters that the optimizer updates",
+        )
+    return None
+
+
+def _drifted(
+    ranks: list[RankState], first: Look, before: Look, parted: list[int], what: str, cause: str, fix: str
+) -> Finding:
+    since = (
+        f"from step {first.step} on"
+        if first.step <= before.step + 1
+        else (f"since a step between {before.step + 1} and {first.step}")
+    )
+    return Finding(
+        name="replicas_differ",
+        kind="wrong",
+        title=f"{what} on {ranks_in_words([rank.rank for rank in ranks])} differ {since}",
+        evidence=f"sums of {_parameters(_called(ranks[0], parted))} differ after step {first.step}, and were equal "
+        f"after step {before.step}" + ("" if before.step else " (at the start)"),
+        cause=cause,
+        fix=fix,
+        ranks=tuple(rank.rank for rank in ranks),
+    )
+
+
+def no_effect(state: RunState) -> Iterator[Finding]:
+    """Steps that change no parameter, although there are gradients."""
+    if not (ranks := [rank for rank in state.ranks.values() if _trained(rank)]):
+        return
+    for rank in ranks:
+        looks = [look for look in rank.looks if len(look.sums) == len(_tensors(rank))]
+        trained = sorted(_names(rank, "parameter"))
+        with_gradients = [look for look in looks if look.gradients]
+        same = all(look.sums[n] == looks[0].sums[n] for look in looks for n in trained)
+        if len(with_gradients) < _LOOKS or not trained or not same or not _all_finite(looks, trained):
+            return
+    last = ranks[0].looks[-1]
+    rates = [value for name, value in last.settings.items() if name.split()[0] == "lr"]
+    sharded = any(model.sharded for model in _models(ranks[0]))
+    if rates and not any(rates):
+        cause = "the learning rate is 0"
+        fix = "set the learning rate, or check the schedule (scheduler.step(), and the number of its warm-up steps)"
+    elif sharded:
+        cause = (
+            "the optimizer holds the parameters from before fully_shard, which replaces them: it updates tensors that "
+            "the model does not use any more"
+        )
+        fix = "create the optimizer after fully_shard(model)"
+    else:
+        cause = (
+            "the optimizer holds other tensors than the model: copies, or the parameters from before they were moved, "
+            "wrapped or replaced; or the updates are smaller than the precision of the parameters"
+        )
+        fix = "create the optimizer from model.parameters() when the model is complete, or keep parameters in float32"
+    yield Finding(
+        name="no_effect",
+        kind="wrong",
+        title=f"no parameter of the model changed in {last.step} steps",
+        evidence=f"{_parameters(_called(ranks[0], sorted(_names(ranks[0], 'parameter'))))} have gradients and the same "
+        f"values after {counted(len(_in_steps(ranks[0])), 'observed step')} as before, on "
+        f"{ranks_in_words([rank.rank for rank in ranks], state.world_size)}",
+        cause=cause,
+        fix=fix,
+        ranks=tuple(rank.rank for rank in ranks),
+    )
+
+
+def no_gradient(state: RunState) -> Iterator[Finding]:
+    """Parameters in an optimizer that never get a gradient."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    idle: set[str] | None = None
+    for rank in ranks:
+        looks = [look for look in _in_steps(rank) if look.gradients]
+        if len(looks) <= _LOOKS:
+            return
+        always = set.intersection(*(set(look.idle) for look in looks))
+        names = set(_called(rank, sorted(always)))
+        idle = names if idle is None else idle & names
+    if idle:
+        step = _in_steps(ranks[0])[-1].step
+        yield Finding(
+            name="no_gradient",
+            kind="wrong",
+            title=f"{_parameters(sorted(idle))} never got a gradient",
+            evidence=f"no gradient at any of {counted(len(_in_steps(ranks[0])), 'observed step')} up to step {step}, "
+            f"on {ranks_in_words([rank.rank for rank in ranks], state.world_size)}; the optimizer holds them",
+            cause="the loss does not depend on them: they are not used, or what uses them is detached",
+            fix="use them in the forward, without detach() or no_grad(), or set requires_grad_(False)",
+            ranks=tuple(rank.rank for rank in ranks),
+        )
+
+
+def same_random(state: RunState) -> Iterator[Finding]:
+    """Random numbers that are equal on ranks with different samples."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    if len(ranks) < 2 or not _separate(ranks, known=True):
+        return
+    drawn = [{look.step: look.random for look in _in_steps(rank) if look.random} for rank in ranks]
+    steps = set(drawn[0]).intersection(*drawn[1:])
+    for name in sorted({name for one in drawn for random in one.values() for name in random}):
+        pairs = [[one[step].get(name) for one in drawn] for step in sorted(steps)]
+        known = [pair for pair in pairs if all(pair)]
+        if len(known) < _LOOKS or len(known) < _MOST * len(steps) or any(len(set(pair)) > 1 for pair in known):
+            continue
+        yield Finding(
+            name="same_random",
+            kind="wrong",
+            title=f"{ranks_in_words([rank.rank for rank in ranks], state.world_size)} draw the same random numbers",
+            evidence=f"the states of {name}'s generator were equal in all {len(known)} observed steps, before and "
+            "after numbers were drawn for samples that differ between the ranks",
+            cause="every rank has set the same seed, so noise, dropout and augmentation are the same on all ranks",
+            fix="seed with the rank once the model is built, such as torch.manual_seed(seed + rank)",
+            ranks=tuple(rank.rank for rank in ranks),
+        )
+
+
+def unlike_data(state: RunState) -> Iterator[Finding]:
+    """A data set that ranks divide, and that is not the same on all of them."""
+    seen = [rank.seen(DividedData) for rank in state.ranks.values()]
+    for sets in zip(*seen) if len(seen) > 1 else ():
+        alike = len({(one.name, one.ranks) for one in sets}) == 1 and sets[0].ranks == len(sets)
+        if not alike or len({one.digest for one in sets}) == 1:
+            continue
+        one = sets[0]
+        order = one.content and len({each.content for each in sets}) == 1
+        yield Finding(
+            name="unlike_data",
+            kind="wrong",
+            title=f"the ranks divide a {one.name} that "
+            + ("is in a different order on each" if order else "is not the same on all of them"),
+            evidence=f"{counted(len({each.digest for each in sets}), 'different digest')} of the data on "
+            f"{ranks_in_words([each.rank for each in sets])}, with {one.samples} samples on rank {one.rank}",
+            cause=(
+                "the order of a set, of os.listdir or of glob differs between processes, so the ranks' parts overlap "
+                "and leave samples out"
+                if order
+                else "a random split, or random data, with different seeds: samples are in several parts, or in none, "
+                "and those held back on one rank are trained on another one"
+            ),
+            fix=(
+                "sort it: sorted(names)"
+                if order
+                else "use the same seed on all ranks: random_split(data, lengths, torch.Generator().manual_seed(0))"
+            ),
+            ranks=tuple(each.rank for each in sets),
+        )
+        return
+
+
+def evaluated_twice(state: RunState) -> Iterator[Finding]:
+    """Samples that count more than once in an evaluation, or that are also trained on."""
+    seen = [rank.seen(Evaluation) for rank in state.ranks.values()]
+    for number, evaluations in enumerate(zip(*seen) if seen else ()):
+        if len(evaluations) < state.world_size or any(len(one.indices) != one.count for one in evaluations):
+            continue
+        samples, ranks = evaluations[0].samples, tuple(one.rank for one in evaluations)
+        parts = {tuple(sorted(one.indices)) for one in evaluations}
+        whole = len(parts) == 1 or all(one.count == one.samples for one in evaluations)
+        each = evaluations[:1] if whole else evaluations  # every rank evaluates all of it
+        count = sum(one.count for one in each)
+        often = [index for index, times in Counter(index for one in each for index in one.indices).items() if times > 1]
+        if often:
+            yield Finding(
+                name="evaluated_twice",
+                kind="wrong",
+                title=f"{count} samples are evaluated of a data set of {samples}",
+                evidence=f"evaluation {number + 1}: {counted(len(often), 'sample')} more than once, such as number "
+                f"{min(often)}; {', '.join(f'{one.count} on rank {one.rank}' for one in each)}",
+                cause=(
+                    "a DistributedSampler repeats samples until all ranks have equally many"
+                    if "DistributedSampler" in evaluations[0].sampler
+                    else "the parts of the ranks overlap"
+                ),
+                fix=(
+                    "count each sample once: evaluate Subset(data, range(rank, len(data), ranks)) without a "
+                    "DistributedSampler, or leave out the repeated ones when the results are gathered"
+                ),
+                ranks=ranks,
+            )
+            return
+        trained = sum(one.trained for one in each)
+        if 0 < trained < count:
+            yield Finding(
+                name="evaluated_twice",
+                kind="wrong",
+                title=f"{trained} of {count} evaluated samples are also trained on",
+                evidence=f"evaluation {number + 1}: {trained} indices are in both parts of one data set",
+                cause="the parts for training and evaluation overlap: they were split with different random numbers",
+                fix="split once, with one generator, and use both parts of that split",
+                ranks=ranks,
+            )
+            return
+
+
+def unequal_weights(state: RunState) -> Iterator[Finding]:
+    """A mean over different numbers of elements per rank, which an average over ranks weights alike."""
+    for ranks in _averaging(state):
+        found = _unequal(ranks, lambda look: look.weight)
+        if found is None:
+            continue
+        step, weights = found
+        told = ", ".join(f"{1 / weight:.4g} on rank {rank.rank}" for weight, rank in zip(weights, ranks))
+        yield Finding(
+            name="unequal_weights",
+            kind="wrong",
+            title="the loss is a mean over different numbers of elements on each rank, and the gradients are averaged",
+            evidence=f"step {step}: a mean over {told}",
+            cause=(
+                "the average over ranks weights each rank alike, so a token or sample counts more on a rank that has "
+                "fewer of them"
+            ),
+            fix=(
+                "sum the loss, and divide by the number on all ranks: all_reduce(count), then loss * ranks / count; or "
+                "give all ranks equally many"
+            ),
+            ranks=tuple(rank.rank for rank in ranks),
+        )
+        return
+
+
+def local_norm(state: RunState) -> Iterator[Finding]:
+    """Gradients that were clipped by a different factor on each rank of one model."""
+    for ranks in _averaging(state):
+        found = _unequal(ranks, lambda look: look.clipped)
+        if found is None:
+            continue
+        step, factors = found
+        told = ", ".join(f"{factor:.4g} on rank {rank.rank}" for factor, rank in zip(factors, ranks))
+        yield Finding(
+            name="local_norm",
+            kind="wrong",
+            title="gradients are clipped by a norm that differs between the ranks of one model",
+            evidence=f"step {step}: between backward and step(), all gradients were multiplied by {told}",
+            cause=(
+                "each rank computed the norm of the gradients that it holds, which are a part of the model's, and not "
+                "of all of them"
+            ),
+            fix=(
+                "use torch.nn.utils.clip_grad_norm_(model.parameters(), limit) on the DTensors (FSDP2), "
+                "model.clip_grad_norm_(limit) (FSDP1), or all-reduce the sum of the squared norms"
+            ),
+            ranks=tuple(rank.rank for rank in ranks),
+        )
+        return
+
+
+# ---- what looks say
+
+
+def _trained(rank: RankState) -> bool:
+    return rank.tracked is not None and len(_in_steps(rank)) >= 2 and bool(_names(rank, "parameter"))
+
+
+def _in_steps(rank: RankState) -> list[Look]:
+    """The looks at the ends of steps, whose sums are those of the tracked tensors."""
+    count = len(rank.tracked.tensors) if rank.tracked else 0
+    return [look for look in rank.looks if look.step and not look.end and len(look.sums) == count]
+
+
+def _models(rank: RankState) -> list[TrackedModel]:
+    return rank.tracked.models if rank.tracked else []
+
+
+def _tensors(rank: RankState) -> list[TrackedTensor]:
+    return rank.tracked.tensors if rank.tracked else []
+
+
+def _names(rank: RankState, role: str = "") -> set[int]:
+    """The indices of the tracked tensors with a role; of all without one."""
+    return {number for number, one in enumerate(_tensors(rank)) if one.role == role or not role}
+
+
+def _called(rank: RankState, numbers: Sequence[int]) -> list[str]:
+    tensors = _tensors(rank)
+    return [tensors[number].name for number in numbers if number < len(tensors)]
+
+
+def _parameters(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    more = len(names) - _SHOWN
+    return shown + (f" and {more} more" if more > 0 else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+def _elements(rank: RankState) -> int:
+    return sum(math.prod(_tensors(rank)[number].shape) for number in _names(rank, "parameter"))
+
+
+def _alike(ranks: Sequence[RankState]) -> bool:
+    """Whether ranks track tensors of the same names and shapes."""
+    return len({tuple((one.name, tuple(one.shape)) for one in _tensors(rank)) for rank in ranks}) == 1
+
+
+def _separate(ranks: Sequence[RankState], known: bool = False) -> bool:
+    """Whether the ranks' models get different samples; if `known`, nothing else than that is known."""
+    digests = [{seen.step: seen.digest for seen in rank.seen(Input)} for rank in ranks]
+    steps = set(digests[0]).intersection(*digests[1:])
+    if not steps:
+        return not known
+    return all(len({one[step] for one in digests}) == len(ranks) for step in steps)
+
+
+def _look_at(rank: RankState, step: int) -> Look | None:
+    count = len(_tensors(rank))
+    return next((look for look in rank.looks if look.step == step and not look.end and len(look.sums) == count), None)
+
+
+def _apart(ranks: Sequence[RankState], step: int, numbers: set[int]) -> list[int]:
+    """Which of these tensors differ between ranks after a step; all if that is not known."""
+    looks = [_look_at(rank, step) for rank in ranks]
+    known = [look for look in looks if look is not None]
+    return _different(known, numbers) if len(known) == len(looks) else sorted(numbers)
+
+
+def parted_names(ranks: Sequence[RankState], step: int) -> list[str]:
+    """The parameters that differ between ranks after a step."""
+    return _called(ranks[0], _apart(ranks, step, _names(ranks[0], "parameter")))
+
+
+def _different(looks: Sequence[Look], numbers: set[int]) -> list[int]:
+    found = []
+    for number in sorted(numbers):
+        sums = [look.sums[number] for look in looks]
+        if not all(math.isfinite(value) for pair in sums for value in pair):
+            continue
+        scale = max(size for _, size in sums)
+        if max(value for value, _ in sums) - min(value for value, _ in sums) > _APART * scale:
+            found.append(number)
+    return found
+
+
+def _parting(ranks: Sequence[RankState], numbers: set[int]) -> tuple[Look, Look, list[int]] | None:
+    """The first look at which tensors differ for good, the one before, and which differ at the end; None if none does,
+    or if they have come together again, as with periodic averaging."""
+    steps = sorted(set.intersection(*({look.step for look in rank.looks if not look.end} for rank in ranks)))
+    before: Look | None = None
+    first: Look | None = None
+    parted: list[int] = []
+    for step in steps:
+        looks = [_look_at(rank, step) for rank in ranks]
+        known = [look for look in looks if look is not None]
+        if len(known) < len(ranks):
+            continue
+        parted = _different(known, numbers)
+        if parted and before is None:
+            return None  # they were never equal
+        if not parted and first is not None:
+            return None
+        if parted and first is None:
+            first = known[0]
+        if not parted:
+            before = known[0]
+    return (first, before, parted) if first is not None and before is not None else None
+
+
+def _unlike_settings(ranks: Sequence[RankState], until: int) -> tuple[str, int, list[float]] | None:
+    """The first hyperparameter that differs between ranks, up to a step."""
+    for step in sorted(look.step for look in ranks[0].looks if look.step <= until and not look.end):
+        looks = [look for rank in ranks if (look := _look_at(rank, step)) is not None]
+        if len(looks) < len(ranks):
+            continue
+        for name in looks[0].settings:
+            values = [look.settings.get(name, looks[0].settings[name]) for look in looks]
+            if max(values) - min(values) > 1e-9 * max(map(abs, values)):
+                return name, step, values
+    return None
+
+
+def _in_words(name: str) -> str:
+    return name.replace("lr", "learning rate", 1) if name.split()[0] == "lr" else name
+
+
+def _averaging(state: RunState) -> Iterator[list[RankState]]:
+    """Ranks that average the gradients of one model: those of a DDP group, or of a sharded model."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    groups = {tuple(model.ranks) for rank in ranks for model in _models(rank) if model.ranks}
+    for group in sorted(groups):
+        members = [rank for rank in ranks if rank.rank in group]
+        if len(members) > 1:
+            yield members
+    if not groups and len(ranks) > 1 and all(any(model.sharded for model in _models(rank)) for rank in ranks):
+        yield ranks
+
+
+def _unequal(ranks: Sequence[RankState], value: Callable[[Look], float | None]) -> tuple[int, list[float]] | None:
+    """A step and the values of the ranks in it, if they differ in most looks."""
+    steps = sorted(set.intersection(*({look.step for look in _in_steps(rank)} for rank in ranks)))
+    found, unequal = 0, []
+    for step in steps:
+        looks = [look for rank in ranks if (look := _look_at(rank, step)) is not None]
+        values = [number for look in looks if (number := value(look)) is not None and number > 0]
+        if len(values) < len(ranks) or not all(map(math.isfinite, values)):
+            continue
+        found += 1
+        if max(values) - min(values) > _UNEQUAL * max(values):
+            unequal.append((step, values))
+    return unequal[-1] if found >= _LOOKS and 2 * len(unequal) > found else None
+
+
+def _all_finite(looks: Sequence[Look], numbers: Sequence[int]) -> bool:
+    return all(math.isfinite(value) for look in looks for number in numbers for value in look.sums[number])
+
+
+RULES = (
+    separate_ranks,
+    nothing_sent,
+    replicas_differ,
+    tied_apart,
+    no_effect,
+    no_gradient,
+    same_random,
+    unlike_data,
+    evaluated_twice,
+    unequal_weights,
+    local_norm,
+)

@@ -1,0 +1,125 @@
+"""Trainings that end without an error and train something else: what two ranks recorded of them, and the findings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from diagnosed import script, status
+from folded import events_in, fold
+from places import SCRIPTS
+from probed import environment
+
+from labkit.analysis.diagnose import findings
+from labkit.record.state import RunState
+
+DRIFT = "replicas_differ"
+HEALTHY = (
+    "healthy_ddp",
+    "healthy_by_hand",
+    "healthy_averaging",
+    "healthy_fsdp",
+    "healthy_global_mean",
+    "healthy_data",
+    "healthy_noise",
+)
+# by case: the finding, and what it says
+FOUND: dict[str, tuple[str, ...]] = {
+    "rate_of_a_scheduler": (DRIFT, "learning rate differs first: 0.05 on rank 0, 0.025 on rank 1", "5 and 6"),
+    "decay_of_a_rank": (DRIFT, "weight_decay differs first: 0.1 on rank 0, 0.2 on rank 1", "from step 1 on"),
+    "momentum_of_a_group": (DRIFT, "momentum of group 1 differs first", "0.bias, 2.bias differ"),
+    "unfrozen_layer": (DRIFT, "none of its buckets", "sums of 0.weight, 0.bias differ", "5 and 6"),
+    "unfrozen_bias": (DRIFT, "none of its buckets", "sums of 2.bias differ"),
+    "layer_added_later": (DRIFT, "none of its buckets", "sums of 3.weight, 3.bias differ"),
+    "forward_of_the_module": (DRIFT, "the forward goes around DDP"),
+    "forward_of_a_name_for_it": (DRIFT, "the forward goes around DDP"),
+    "forward_kept_from_before": (DRIFT, "the forward goes around DDP"),
+    "buffers_of_batch_norm": (DRIFT, "only buffers", "1.running_mean"),
+    "buffers_without_weights": (DRIFT, "only buffers", "1.running_var"),
+    "buffers_of_ones_own": (DRIFT, "only buffers", "1.mean"),
+    "reduced_flat_copy": (DRIFT, "it is a copy", "260 bytes"),
+    "reduced_in_another_type": (DRIFT, "it is a copy", "520 bytes"),
+    "reduced_clones": (DRIFT, "it is a copy", "260 bytes"),
+    "tied_table": ("tied_apart", "0.weight on rank 0 and 0.weight on rank 1"),
+    "tied_behind_a_layer": ("tied_apart", "0.weight on rank 0 and 1.weight on rank 1"),
+    "tied_behind_a_norm": ("tied_apart", "0.weight on rank 0 and 1.weight on rank 1"),
+    "never_synchronised": ("nothing_sent", "without a synchronisation", "the replicas differ"),
+    "inner_method": ("nothing_sent", "the forward goes around DistributedDataParallel", "2.bias differ"),
+    "group_without_use": ("nothing_sent", "a process group, but nothing is sent"),
+    "slurm_variable": ("separate_ranks", "no process group", "SLURM_NTASKS, which torchrun does not set"),
+    "mpi_variable": ("separate_ranks", "no process group", "OMPI_COMM_WORLD_SIZE"),
+    "groups_of_one": ("separate_ranks", "groups of one rank"),
+    "optimizer_before_sharding": ("no_effect", "from before fully_shard", "in 14 steps"),
+    "optimizer_of_a_copy": ("no_effect", "other tensors than the model"),
+    "rate_of_zero": ("no_effect", "the learning rate is 0"),
+    "scaler_that_skips": ("trains_elsewhere", "a GradScaler skipped each step"),
+    "unused_layer": ("no_gradient", "other.bias, other.weight never got a gradient"),
+    "detached_layer": ("no_gradient", "other.bias, other.weight never got a gradient"),
+    "layer_without_gradient": ("no_gradient", "other.bias, other.weight never got a gradient"),
+    "same_dropout": ("same_random", "torch's generator"),
+    "same_noise": ("same_random", "torch's generator"),
+    "same_augmentation": ("same_random", "torch's generator"),
+    "split_by_rank": ("unlike_data", "a random split", "64 samples"),
+    "order_of_files": ("unlike_data", "in a different order", "sorted(names)"),
+    "data_of_each_rank": ("unlike_data", "a TensorDataset that is not the same"),
+    "evaluated_with_padding": ("evaluated_twice", "10 samples are evaluated of a data set of 9", "DistributedSampler"),
+    "evaluated_in_parts": ("evaluated_twice", "10 samples are evaluated of a data set of 9", "overlap"),
+    "evaluated_samples_of_training": ("evaluated_twice", "14 of 16 evaluated samples are also trained on"),
+    "mean_of_tokens": ("unequal_weights", "a mean over 7 on rank 0, 3 on rank 1"),
+    "mean_of_a_mask": ("unequal_weights", "a mean over 7 on rank 0, 3 on rank 1"),
+    "mean_of_unequal_batches": ("unequal_weights", "a mean over 8 on rank 0, 3 on rank 1"),
+    "norm_of_the_shards": ("local_norm", "all gradients were multiplied by"),
+    "largest_of_the_shards": ("local_norm", "all gradients were multiplied by"),
+    "norm_by_the_library": ("local_norm", "all gradients were multiplied by"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """The run folders of all cases, by name."""
+    root = tmp_path_factory.mktemp("something_else")
+    argv = [sys.executable, str(SCRIPTS / "something_else.py"), str(root), *HEALTHY, *FOUND]
+    subprocess.run(argv, env=environment(None), check=True, timeout=600)
+    return root
+
+
+def state_of(runs: Path, name: str) -> RunState:
+    events = [events_in(runs / name / "events" / f"rank{rank}.jsonl") for rank in (0, 1)]
+    assert [event for one in events for event in one if event["kind"] in ("probe_error", "error")] == []
+    state = fold(script(), *events, status("finished"))
+    assert state.broken == 0 and [state.exit_code(rank) for rank in (0, 1)] == [0, 0]
+    return state
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_nothing_is_found_in_a_training_that_is_right(runs, name):
+    state = state_of(runs, name)
+    assert all(len(rank.looks) >= 4 for rank in state.ranks.values())
+    assert [one.title for one in findings(state)] == []
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_training_of_something_else_is_named(runs, name):
+    kind, *words = FOUND[name]
+    found = findings(state_of(runs, name))
+    assert {one.name for one in found} == {kind}, [one.title for one in found]
+    told = " ".join((found[0].title, found[0].evidence, found[0].cause, found[0].fix))
+    assert [word for word in words if word not in told] == [], told
+    assert {rank for one in found for rank in one.ranks} == {0, 1}
+
+
+def test_the_ranks_send_nothing_to_compare(runs):
+    """What the ranks record adds no collective: those of a step are the script's own."""
+    events = events_in(runs / "healthy_ddp" / "events" / "rank0.jsonl")
+    assert [event["ops"]["all_reduce"]["calls"] for event in events if event["kind"] == "traffic"] == [1, 1]
+
+
+def test_looks_become_rare(runs):
+    events = events_in(runs / "healthy_ddp" / "events" / "rank0.jsonl")
+    assert [event["step"] for event in events if event["kind"] == "look" and not event.get("end")] == [
+        *(0, 1, 2, 3, 4, 6, 8, 12)
+    ]
+    assert os.stat(runs / "healthy_ddp" / "events" / "rank0.jsonl").st_size < 1 << 15

@@ -1,0 +1,705 @@
+"""Short trainings of two ranks, most of which train something else than their author thinks, and end without an error.
+
+something_else.py FOLDER [CASE …]: each case is a function below, run by two forked processes under the probe, whose run
+folder is FOLDER/CASE. torch is imported once.
+"""
+
+import copy
+import gc
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, random_split
+
+STEPS = 14
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def group(ranks=RANKS, name="store"):
+    store = Path(os.environ["LABKIT_RUN_DIR"]) / name
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=RANK % ranks, world_size=ranks)
+
+
+def net(width=8):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def batches(steps=STEPS, size=8):
+    generator = torch.Generator().manual_seed(100 + RANK)
+    for _ in range(steps):
+        x = torch.randn(size, 6, generator=generator)
+        yield x, x[:, :1]
+
+
+def train(model, optimizer=None, forward=None, then=None, steps=STEPS, each=None):
+    """Trains; `forward(x, y)` returns the loss, `then()` runs before the step, `each(step)` after it."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
+    for step, (x, y) in enumerate(batches(steps), 1):
+        loss = forward(x, y) if forward else (model(x) - y).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if then:
+            then()
+        optimizer.step()
+        if each:
+            each(step)
+
+
+def sharded(model):
+    for part in (model[0], model[2], model):
+        fully_shard(part)
+
+
+def ddp(model=None, **options):
+    group()
+    return DistributedDataParallel(model or net(), **options)
+
+
+def all_reduce_gradients(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= RANKS
+
+
+# ---- nothing is wrong
+
+
+@case
+def healthy_ddp():
+    model = ddp()
+    torch.manual_seed(RANK)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    train(model, optimizer, then=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+
+
+@case
+def healthy_by_hand():
+    group()
+    model = net()
+    train(model, then=lambda: all_reduce_gradients(model))
+
+
+@case
+def healthy_averaging():
+    """Replicas that part, and are averaged every fourth step."""
+    group()
+    model = net()
+
+    def average(step):
+        with torch.no_grad():
+            for parameter in model.parameters() if step % 4 == 0 else ():
+                dist.all_reduce(parameter)
+                parameter /= RANKS
+
+    train(model, each=average)
+
+
+@case
+def healthy_fsdp():
+    group()
+    model = net()
+    sharded(model)
+    train(model, then=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+
+
+@case
+def healthy_global_mean():
+    """A mean over all tokens of all ranks."""
+    model = ddp(nn.Linear(6, 4))
+
+    def loss(x, y):
+        wanted = torch.arange(len(x)) % 4
+        wanted[: 4 * RANK + 1] = -100
+        count = (wanted >= 0).sum().float()
+        mine = count.clone()
+        dist.all_reduce(count)
+        return F.cross_entropy(model(x), wanted) * (mine * RANKS / count)
+
+    train(model, forward=loss)
+
+
+@case
+def healthy_data():
+    group()
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(80, 6))
+    held, trained = random_split(data, [16, 64], torch.Generator().manual_seed(0))
+    torch.manual_seed(RANK)
+    learn(model, DataLoader(trained, 4, sampler=DistributedSampler(trained)))
+    evaluate(model, DataLoader(held, 4, sampler=DistributedSampler(held, shuffle=False)))
+    evaluate(model, DataLoader(held, 4))
+
+
+# ---- replicas drift: the hyperparameters
+
+
+@case
+def rate_of_a_scheduler():
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def judge(step):
+        if step == 5 and RANK == 1:
+            optimizer.param_groups[0]["lr"] /= 2
+
+    train(model, optimizer, each=judge)
+
+
+@case
+def decay_of_a_rank():
+    model = ddp()
+    train(model, torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1 * (1 + RANK)))
+
+
+@case
+def momentum_of_a_group():
+    model = ddp()
+    groups = [{"params": [p], "momentum": 0.5 + 0.4 * (RANK and p.dim() == 1)} for p in model.parameters()]
+    train(model, torch.optim.SGD(groups, lr=0.05))
+
+
+# ---- replicas drift: parameters in no bucket
+
+
+def unfrozen(which):
+    model = net()
+    frozen = [parameter for name, parameter in model.named_parameters() if name in which]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    model = ddp(model)
+
+    def unfreeze(step):
+        for parameter in frozen if step == 4 else ():
+            parameter.requires_grad_(True)
+
+    train(model, torch.optim.SGD(model.parameters(), lr=0.05), each=unfreeze)
+
+
+@case
+def unfrozen_layer():
+    unfrozen(("0.weight", "0.bias"))
+
+
+@case
+def unfrozen_bias():
+    unfrozen(("2.bias",))
+
+
+@case
+def layer_added_later():
+    model = ddp()
+    model.module.append(nn.Linear(1, 1))
+    torch.manual_seed(0)
+    nn.init.normal_(model.module[3].weight)
+    nn.init.zeros_(model.module[3].bias)
+    train(model)
+
+
+# ---- replicas drift: a forward around DDP's, beside other traffic; only buffers; an all-reduce into a copy
+
+
+def around(forward, wanted=True):
+    model = ddp()
+    seen = torch.zeros(1)
+
+    def loss(x, y):
+        dist.all_reduce(seen)  # a figure that is logged
+        return (forward(model)(x) - y).pow(2).mean()
+
+    train(model, forward=loss)
+
+
+@case
+def forward_of_the_module():
+    around(lambda model: model.module)
+
+
+@case
+def forward_of_a_name_for_it():
+    around(lambda model: lambda x: model.module[2](model.module[:2](x)))
+
+
+@case
+def forward_kept_from_before():
+    inner = net()
+    model = ddp(inner)
+    seen = torch.zeros(1)
+
+    def loss(x, y):
+        dist.all_reduce(seen)
+        return (inner(x) - y).pow(2).mean()
+
+    train(model, forward=loss)
+
+
+def with_buffers(layer):
+    torch.manual_seed(0)
+    train(ddp(nn.Sequential(nn.Linear(6, 4), layer, nn.Linear(4, 1)), broadcast_buffers=False))
+
+
+@case
+def buffers_of_batch_norm():
+    with_buffers(nn.BatchNorm1d(4))
+
+
+@case
+def buffers_without_weights():
+    with_buffers(nn.BatchNorm1d(4, affine=False))
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean.clone()
+
+
+@case
+def buffers_of_ones_own():
+    with_buffers(Mean())
+
+
+def reduced(copy_of):
+    group()
+    model = net()
+
+    def average():
+        dist.all_reduce(copy_of([parameter.grad for parameter in model.parameters()]))
+
+    train(model, then=average)
+
+
+@case
+def reduced_flat_copy():
+    reduced(lambda gradients: torch.cat([one.flatten() for one in gradients]))
+
+
+@case
+def reduced_in_another_type():
+    reduced(lambda gradients: torch.cat([one.double().flatten() for one in gradients]))
+
+
+@case
+def reduced_clones():
+    group()
+    model = net()
+
+    def average():
+        for parameter in model.parameters():
+            mean = parameter.grad.clone()
+            dist.all_reduce(mean)
+            mean /= RANKS
+
+    train(model, then=average)
+
+
+# ---- replicas drift: copies of one tensor on two stages
+
+
+def tied(transposed=False, head=lambda: []):
+    group()
+    torch.manual_seed(0)
+    table = torch.randn(12, 6)
+    torch.manual_seed(10 + RANK)
+    if RANK == 0:
+        model = nn.Sequential(nn.Embedding(12, 6), *head(), nn.Linear(6, 6))
+        model[0].weight.data.copy_(table)
+    else:
+        model = nn.Sequential(*head(), nn.Linear(6, 12, bias=False))
+        model[-1].weight.data.copy_(table)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        if RANK == 0:
+            sent = model(torch.randint(12, (8,)))
+            dist.send(sent.detach(), 1)
+            gradient = torch.empty(8, 6)
+            dist.recv(gradient, 1)
+            sent.backward(gradient)
+        else:
+            received = torch.empty(8, 6)
+            dist.recv(received, 0)
+            received.requires_grad_()
+            F.cross_entropy(model(received), torch.arange(8)).backward()
+            dist.send(received.grad, 0)
+        optimizer.step()
+
+
+@case
+def tied_table():
+    tied()
+
+
+@case
+def tied_behind_a_layer():
+    tied(head=lambda: [nn.Linear(6, 6)])
+
+
+@case
+def tied_behind_a_norm():
+    tied(head=lambda: [nn.LayerNorm(6)])
+
+
+# ---- nothing is sent, or no group
+
+
+@case
+def never_synchronised():
+    model = ddp()
+
+    def loss(x, y):
+        return (model(x) - y).pow(2).mean()
+
+    with model.no_sync():
+        train(model, forward=loss)
+
+
+@case
+def inner_method():
+    model = ddp()
+    train(model, forward=lambda x, y: (model.module(x) - y).pow(2).mean())
+
+
+@case
+def group_without_use():
+    group()
+    dist.all_reduce(torch.zeros(1))
+    train(net())
+
+
+@case
+def slurm_variable():
+    if int(os.environ.get("SLURM_NTASKS", 1)) > 1:
+        group()
+    train(net())
+
+
+@case
+def mpi_variable():
+    if int(os.getenv("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        group()
+    train(net())
+
+
+@case
+def groups_of_one():
+    group(1, f"store{RANK}")
+    train(DistributedDataParallel(net()))
+
+
+# ---- gradients without effect
+
+
+@case
+def optimizer_before_sharding():
+    group()
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    sharded(model)
+    train(model, optimizer)
+
+
+@case
+def optimizer_of_a_copy():
+    model = ddp()
+    train(model, torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.05))
+
+
+@case
+def rate_of_zero():
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step // 1000)
+    train(model, optimizer, each=lambda step: schedule.step())
+
+
+@case
+def scaler_that_skips():
+    model = net()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.05), torch.amp.GradScaler("cpu")
+    for x, y in batches():
+        optimizer.zero_grad()
+        scaler.scale((model(x) - y).pow(2).mean() * float("inf")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+class Half(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.use = nn.Linear(6, 4), nn.Linear(4, 1), use
+        self.other = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(self.use(self, x))
+
+
+@case
+def unused_layer():
+    train(ddp(Half(lambda model, x: model.body(x)), find_unused_parameters=True))
+
+
+@case
+def detached_layer():
+    train(ddp(Half(lambda model, x: model.body(x) + model.other(x).detach()), find_unused_parameters=True))
+
+
+@case
+def layer_without_gradient():
+    def use(model, x):
+        with torch.no_grad():
+            more = model.other(x)
+        return model.body(x) + more
+
+    group()
+    model = Half(use)
+    train(model, then=lambda: [dist.all_reduce(p.grad) for p in model.parameters() if p.grad is not None])
+
+
+# ---- random numbers
+
+
+class Noisy(Dataset):
+    def __init__(self, noise):
+        self.x, self.noise = torch.randn(128, 6, generator=torch.Generator().manual_seed(0)), noise
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index] + self.noise()
+
+
+def learn(model, loader, noise=lambda x: 0.0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for (x,) in loader:
+        optimizer.zero_grad()
+        (model(x + noise(x)) - x[:, :1]).pow(2).mean().backward()
+        optimizer.step()
+
+
+def learn_with(model, noise=lambda x: 0.0, augment=lambda: 0.0, seed=0):
+    model, data = ddp(model), Noisy(augment)
+    loader = DataLoader(data, 4, sampler=DistributedSampler(data), collate_fn=lambda rows: (torch.stack(rows),))
+    torch.manual_seed(seed)
+    learn(model, loader, noise)
+
+
+@case
+def same_dropout():
+    learn_with(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+
+
+@case
+def same_noise():
+    learn_with(net(), noise=torch.randn_like)
+
+
+@case
+def same_augmentation():
+    learn_with(net(), augment=lambda: torch.randn(6))
+
+
+@case
+def healthy_noise():
+    learn_with(net(), noise=torch.randn_like, seed=RANK)
+
+
+# ---- data
+
+
+def evaluate(model, loader):
+    model.eval()
+    with torch.no_grad():
+        for (x,) in loader:
+            model(x)
+    model.train()
+
+
+def some_data():
+    return TensorDataset(torch.randn(80, 6, generator=torch.Generator().manual_seed(0)))
+
+
+@case
+def split_by_rank():
+    model = ddp()
+    trained, held = random_split(some_data(), [64, 16], torch.Generator().manual_seed(RANK))
+    learn(model, DataLoader(trained, 4, sampler=DistributedSampler(trained)))
+    evaluate(model, DataLoader(held, 4))
+
+
+class Named(Dataset):
+    def __init__(self, names):
+        self.names = names
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, index):
+        return (torch.full((6,), float(self.names[index][5:8]) / 64),)
+
+
+@case
+def order_of_files():
+    names = [f"image{number:03}.png" for number in range(64)]
+    data = Named(names[::-1] if RANK else names)
+    learn(ddp(), DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False)))
+
+
+@case
+def data_of_each_rank():
+    model = ddp()
+    torch.manual_seed(RANK)
+    data = TensorDataset(torch.randn(64, 6))
+    learn(model, DataLoader(data, 4, sampler=DistributedSampler(data)))
+
+
+def trained_model():
+    model = ddp()
+    train(model)
+    return model
+
+
+@case
+def evaluated_with_padding():
+    model, data = trained_model(), TensorDataset(torch.randn(9, 6))
+    evaluate(model, DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False)))
+
+
+@case
+def evaluated_in_parts():
+    model, data = trained_model(), TensorDataset(torch.randn(9, 6))
+    evaluate(model, DataLoader(data, 2, sampler=list(range(9))[4 * RANK : 4 * RANK + 5]))
+
+
+@case
+def evaluated_samples_of_training():
+    model, data = ddp(), some_data()
+    trained, _ = random_split(data, [64, 16], torch.Generator().manual_seed(0))
+    _, held = random_split(data, [64, 16], torch.Generator().manual_seed(1))
+    learn(model, DataLoader(trained, 4, sampler=DistributedSampler(trained)))
+    evaluate(model, DataLoader(Subset(data, held.indices), 4))
+
+
+# ---- weights
+
+
+def of_tokens(loss):
+    model = ddp(nn.Linear(6, 4))
+
+    def mean(x, y):
+        wanted = torch.arange(len(x)) % 4
+        wanted[: 4 * RANK + 1] = -100
+        return loss(model(x), wanted)
+
+    train(model, forward=mean)
+
+
+@case
+def mean_of_tokens():
+    of_tokens(F.cross_entropy)
+
+
+@case
+def mean_of_a_mask():
+    def loss(scores, wanted):
+        each = F.cross_entropy(scores, wanted, reduction="none")
+        return (each * (wanted >= 0)).sum() / (wanted >= 0).sum()
+
+    of_tokens(loss)
+
+
+@case
+def mean_of_unequal_batches():
+    model = ddp()
+    train(model, forward=lambda x, y: (model(x[: 8 - 5 * RANK]) - y[: 8 - 5 * RANK]).pow(2).mean())
+
+
+def clipped(norm_of):
+    group()
+    model = net()
+    with torch.no_grad():
+        model[0].weight[:4] *= 0.01
+    sharded(model)
+    parameters = list(model.parameters())
+
+    def clip():
+        with torch.no_grad():
+            shards = [parameter.grad.to_local() for parameter in parameters]
+            norm = norm_of(shards)
+            for shard in shards:
+                shard.mul_(min(1.0, 0.01 / (float(norm) + 1e-6)))
+
+    train(model, then=clip)
+
+
+@case
+def norm_of_the_shards():
+    clipped(lambda shards: torch.stack([shard.norm() for shard in shards]).norm())
+
+
+@case
+def largest_of_the_shards():
+    clipped(lambda shards: max(shard.abs().max() if shard.numel() else torch.zeros(()) for shard in shards))
+
+
+@case
+def norm_by_the_library():
+    clipped(lambda shards: torch.nn.utils.get_total_norm(shards))
+
+
+# ---- running them
+
+
+def under_the_probe(folder, name, rank):
+    output = os.open(f"{folder}-{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ |= {"LABKIT_RUN_DIR": str(folder), "LABKIT_SAMPLE_EVERY": "50", "RANK": str(rank), "WORLD_SIZE": "2"}
+    sys.argv[:] = ["-m", __file__, name]
+    from labkit.probe.__main__ import start
+
+    start()
+
+
+def launch(root, names):
+    for module in ("torch._dynamo", "torch.profiler", "labkit.probe.hooks"):
+        importlib.import_module(module)
+    gc.freeze()  # a run does not collect what is imported
+    for name in names or CASES:
+        folder = Path(root, name)
+        folder.mkdir()
+        for rank in (0, 1):
+            if os.fork() == 0:
+                under_the_probe(folder, name, rank)
+        os.wait()
+        os.wait()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in CASES:
+        CASES[sys.argv[1]]()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    else:
+        launch(sys.argv[1], sys.argv[2:])
