@@ -245,12 +245,22 @@ class Looks:
     # ---- what is looked at
 
     def _models(self) -> list[torch.nn.Module]:
+        """The models that train, and those in DDP; not a part of one, and none that only shares its parameters, such as
+        a slice of a Sequential."""
         wrappers = [one for one in self._wrappers if hasattr(one, "reducer")]  # made without an error
-        return outermost([*wrappers, *(model for model in self._watch.models if model not in self._wrappers)])
+        others = [model for model in self._watch.models if model not in self._wrappers]
+        found: list[torch.nn.Module] = []
+        known: set[int] = set()
+        for model in sorted(outermost([*wrappers, *others]), key=lambda one: (one not in self._wrappers, _size(one))):
+            parameters = {id(one) for one in model.parameters()}
+            if not parameters or not parameters <= known:
+                found.append(model)
+                known |= parameters
+        return found
 
     def _tensors(self) -> list[tuple[int, str, str, torch.Tensor]]:
         """The model, name, role and tensor of what is tracked."""
-        models = sorted(self._models(), key=lambda model: type(model).__name__)
+        models = self._models()
         found = [
             (number, name, role, tensor) for number, model in enumerate(models) for name, role, tensor in _parts(model)
         ]
@@ -263,7 +273,7 @@ class Looks:
         self._tracked = which  # a parameter that is unfrozen later is still the same one
         names = [[number, name, role, list(tensor.shape)] for number, name, role, tensor in tensors]
         models = []
-        for model in sorted(self._models(), key=lambda model: type(model).__name__):
+        for model in self._models():
             ddp = model in self._wrappers
             models.append(
                 {
@@ -316,6 +326,11 @@ class Looks:
                 since = self._recorder.since(self._since, entries)
                 self._sent = since is None or any(one["op"] != "barrier" for one in since) or self._sends() > 0
         return self._sent
+
+
+def _size(model: torch.nn.Module) -> tuple[int, str]:
+    """The largest first, and in the same order on all ranks."""
+    return -sum(1 for _ in model.parameters()), type(model).__name__
 
 
 def _parts(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
