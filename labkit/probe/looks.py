@@ -32,7 +32,14 @@ from labkit.probe.losses import Edge
 from labkit.probe.memory import local
 from labkit.probe.patches import Patches
 from labkit.probe.tensors import outermost
-from labkit.probe.torch_private import PROFILER_ENABLED, SAVED_OTHER, SAVED_SELF
+from labkit.probe.torch_private import (
+    PROFILER_ENABLED,
+    SAVED_COUNT,
+    SAVED_OTHER,
+    SAVED_REDUCTION,
+    SAVED_SELF,
+    SAVED_TOTAL,
+)
 from labkit.probe.traffic import FlightRecorder
 from labkit.record import clock
 
@@ -380,14 +387,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-_KNOWN_WEIGHTS: dict[torch.device, torch.Tensor] = {}
-
-
 def _weights(device: torch.device) -> torch.Tensor:
-    if device not in _KNOWN_WEIGHTS:
-        places = torch.arange(1, _ELEMENTS + 1, dtype=torch.float64, device=device)
-        _KNOWN_WEIGHTS[device] = 0.5 + (places * 0.6180339887).frac()
-    return _KNOWN_WEIGHTS[device]
+    """One weight per position. Computed at each look, so that no tensor of the probe outlives a step."""
+    places = torch.arange(1, _ELEMENTS + 1, dtype=torch.float64, device=device)
+    return 0.5 + (places * 0.6180339887).frac()
 
 
 def _factor(before: list[list[float]], after: list[list[float]]) -> float | None:
@@ -442,6 +445,11 @@ def _weight_of_one(edge: Edge | None) -> float | None:
     return None
 
 
+_MEAN = 1  # the saved reduction of a loss that is a mean
+_MEANS = (
+    *("NllLossBackward0", "NllLoss2DBackward0", "MseLossBackward0", "SmoothL1LossBackward0"),
+    "BinaryCrossEntropyWithLogitsBackward0",
+)
 _PASSED = ("AddBackward0",)  # a mean and a penalty: the first one is followed
 
 
@@ -451,17 +459,12 @@ def _is_sum_of_elements(node: Any) -> bool:
 
 def _elements_of(node: Any, name: str) -> float | None:
     if name == "MeanBackward0":
-        return getattr(node, "_saved_self_sym_numel", None)
-    if name in ("NllLossBackward0", "NllLoss2DBackward0") and node._saved_reduction == 1:
-        total = getattr(node, "_saved_total_weight", None)
-        return None if total is None or total.is_cuda else float(total)
-    if name in (
-        "MseLossBackward0",
-        "BinaryCrossEntropyWithLogitsBackward0",
-        "L1LossBackward0",
-        "SmoothL1LossBackward0",
-    ):
-        return float(node._saved_self.numel()) if getattr(node, "_saved_reduction", 1) == 1 else None
+        return float(SAVED_COUNT.of(node))
+    if name in _MEANS and SAVED_REDUCTION.of(node) == _MEAN:
+        if not name.startswith("Nll"):
+            return float(SAVED_SELF.of(node).numel())
+        total = SAVED_TOTAL.of(node)
+        return None if total.is_cuda else float(total)
     return None
 
 
