@@ -302,7 +302,7 @@ def no_effect(state: RunState) -> Iterator[Finding]:
         if len(with_gradients) < _LOOKS or not trained or not same or not _all_finite(looks, trained):
             return
     last = ranks[0].looks[-1]
-    rates = [value for name, value in last.settings.items() if name.split()[0] == "lr"]
+    rates = [value for look in ranks[0].looks for name, value in look.settings.items() if name.split()[0] == "lr"]
     sharded = any(model.sharded for model in _models(ranks[0]))
     if rates and not any(rates):
         cause = "the learning rate is 0"
