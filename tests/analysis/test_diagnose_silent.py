@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -122,4 +121,4 @@ def test_looks_become_rare(runs):
     assert [event["step"] for event in events if event["kind"] == "look" and not event.get("end")] == [
         *(0, 1, 2, 3, 4, 6, 8, 12)
     ]
-    assert os.stat(runs / "healthy_ddp" / "events" / "rank0.jsonl").st_size < 1 << 15
+    assert (runs / "healthy_ddp" / "events" / "rank0.jsonl").stat().st_size < 1 << 15
