@@ -85,7 +85,8 @@ class Unknown(Envelope, kw_only=True):
 
 class Collective(Recorded):
     """A collective that a rank has called: `op`, its group (`group` describes it, `id` is its number), the `ranks` of
-    that group, `seq`, its number in the group, the `sizes` of its tensors, and whether it is `over`."""
+    that group, `seq`, its number in the group, the `sizes` of its tensors, and whether it is `over`. A send or receive
+    has no number in its group; `peer` is the other rank, `tag` the number that both must give."""
 
     op: Name = ""
     over: bool = False
@@ -94,9 +95,40 @@ class Collective(Recorded):
     ranks: Ranks | None = None
     seq: Count | None = None
     sizes: Annotated[list[Annotated[list[Count], Meta(max_length=64)]], Meta(max_length=10_000)] | None = None
+    peer: Rank | None = None
+    tag: Code | None = None
 
 
 Collectives: TypeAlias = Annotated[list[Collective], Meta(max_length=1_000)]
+
+
+class CallKind(Recorded):
+    """What a collective was: `op`, the `sizes` and `dtypes` of its inputs, and if known the `place` in the script that
+    called it, the `part` of torch.distributed between them (fsdp, checkpoint, tensor, pipelining), and whether another
+    `thread` than the main one did."""
+
+    op: Name
+    sizes: Annotated[list[Annotated[list[Count], Meta(max_length=64)]], Meta(max_length=10_000)] = []
+    dtypes: Annotated[list[Name], Meta(max_length=10_000)] = []
+    place: Name = ""
+    part: Name = ""
+    thread: bool = False
+
+
+class Sequence(Recorded):
+    """The newest collectives of a group in the order of their calls: `first` is the number of the first in the group,
+    `calls` has for each its index in `kinds`."""
+
+    group: Name
+    id: Name
+    ranks: Ranks
+    first: Count
+    kinds: Annotated[list[CallKind], Meta(max_length=100_000)]
+    calls: Annotated[list[Count], Meta(max_length=100_000)]
+
+    def __post_init__(self) -> None:
+        if any(kind >= len(self.kinds) for kind in self.calls):
+            raise ValueError("a call must have a kind")
 
 
 class Start(OfRank, tag_field="kind", tag="start"):
@@ -139,6 +171,12 @@ class Waiting(OfRank, tag_field="kind", tag="waiting"):
     activity: Name | None = None
     phase: Name | None = None
     computed: Seconds | None = None
+
+
+class Called(OfRank, tag_field="kind", tag="called"):
+    """The collectives that a rank has called, written by every rank when one is about to report that it waits."""
+
+    groups: Annotated[list[Sequence], Meta(max_length=1_000)]
 
 
 class GoingOn(Envelope, tag_field="kind", tag="going_on"):
@@ -627,6 +665,7 @@ Event: TypeAlias = (
     | Startup
     | Device
     | Waiting
+    | Called
     | GoingOn
     | Silent
     | Heard

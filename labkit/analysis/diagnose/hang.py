@@ -14,7 +14,7 @@ from labkit.record.stacks import place
 
 if TYPE_CHECKING:
     from labkit.record.documents import Failure
-    from labkit.record.events import Silent, Waiting
+    from labkit.record.events import Collective, Silent, Waiting
     from labkit.record.ranks import RankState
     from labkit.record.state import RunState
 
@@ -92,7 +92,9 @@ def _went_on(rank: RankState) -> bool:
 
 def _is_in_collective(event: Waiting) -> bool:
     computed = event.computed
-    return first_pending(event) is not None or (computed is not None and computed < IDLE)
+    return (
+        first_pending(event) is not None or message_of(event) is not None or (computed is not None and computed < IDLE)
+    )
 
 
 # ---- collectives
@@ -125,6 +127,16 @@ def operations(event: Waiting | Error) -> list[Call]:
         for op in event.ops or ()
         if (seq := op.seq) is not None and (group := op.group)
     ]
+
+
+def message_of(event: Waiting | Error) -> Collective | None:
+    """The send or receive that a rank waits for; None if it waits for none, or receives from any rank."""
+    return next((op for op in event.ops or () if op.peer is not None and not op.over), None)
+
+
+def messages_of(events: Mapping[int, Waiting]) -> dict[int, Collective]:
+    """By rank the send or receive that it waits for; other ranks are left out."""
+    return {number: op for number, event in events.items() if (op := message_of(event)) is not None}
 
 
 def place_of(event: Waiting | Error) -> str:
@@ -163,6 +175,11 @@ def in_words(op: Call) -> str:
     return f"{op['op']} #{op['seq']}" + (f" ({shapes})" if shapes else "")
 
 
+def named(op: Call) -> str:
+    """`all_reduce #10`, without shapes."""
+    return in_words({**op, "sizes": []})
+
+
 def group_in_words(op: Call) -> str:
     """`the default group`, `group "tp" of ranks 0, 1`; a group without a description has its number."""
     if op["group"] == "default_pg":
@@ -174,6 +191,8 @@ def group_in_words(op: Call) -> str:
 def where(event: Waiting, op: Call | None) -> str:
     """`in all_reduce #10 (4) at train.py:88 in step, 12 steps done`."""
     at = place(event.stack) or event.phase or "an unknown line"
+    if (message := message_of(event)) is not None:
+        return f"waits to {_message_in_words(message)} at {at}, {event.step} steps done"
     return (f"in {in_words(op)} at {at}" if op else f"in no collective, at {at}") + f", {event.step} steps done"
 
 
@@ -210,24 +229,38 @@ def pending_operations(events: Mapping[int, Waiting]) -> dict[int, Call]:
 
 
 def crossing(events: Mapping[int, Waiting]) -> list[int]:
-    """Ranks that wait for each other in a circle, each in a collective of a different group than the next; empty if
-    there are none.
+    """Ranks that wait for each other in a circle, each in a collective of a different group than the next, or for a
+    message; empty if there are none.
 
-    A rank waits for those ranks of its collective that are in a collective of a different group and have not completed
-    this one.
+    A rank in a collective waits for those of its ranks that wait for something else and have not completed this one. A
+    rank that sends or receives waits for its peer, unless the peer does the opposite.
     """
-    pending = pending_operations(events)
+    messages = messages_of(events)
+    pending = {number: op for number, op in pending_operations(events).items() if number not in messages}
     completed = {number: [op for op in operations(event) if op["over"]] for number, event in events.items()}
 
     def has_completed(other: int, op: Call) -> bool:
         return any(group_of(one) == group_of(op) and one["seq"] >= op["seq"] for one in completed[other])
 
-    def waits_for(number: int) -> list[int]:
-        op = pending[number]
-        elsewhere = (other for other in op["ranks"] if other in pending and group_of(pending[other]) != group_of(op))
-        return [other for other in elsewhere if not has_completed(other, op)]
+    def is_elsewhere(other: int, op: Call) -> bool:
+        return other in messages or (other in pending and group_of(pending[other]) != group_of(op))
 
-    return _circle({number: waits_for(number) for number in sorted(pending)})
+    def waits_for(number: int) -> list[int]:
+        if number in messages:
+            peer = messages[number].peer
+            waits = peer in pending or (peer in messages and not meet(messages, number))
+            return [peer] if peer is not None and waits else []
+        op = pending[number]
+        return [other for other in op["ranks"] if is_elsewhere(other, op) and not has_completed(other, op)]
+
+    return _circle({number: waits_for(number) for number in sorted({*messages, *pending})})
+
+
+def meet(messages: Mapping[int, Collective], number: int) -> bool:
+    """Whether the peer of a rank's message does the opposite: one sends to the other, which receives from it."""
+    one = messages[number]
+    other = messages.get(-1 if one.peer is None else one.peer)
+    return other is not None and other.peer == number and other.op != one.op
 
 
 def _circle(following: Mapping[int, list[int]]) -> list[int]:
@@ -259,7 +292,7 @@ def hang(state: RunState) -> Iterator[Finding]:
     failure = state.failure
     if failure is not None and failure.traceback and not blames_peers(failure):
         return
-    found = _silent(state) or _crossed(state) or _waits(state)
+    found = _silent(state) or _crossed(state) or _unanswered(state) or _waits(state)
     if found is not None:
         yield found
 
@@ -352,7 +385,7 @@ def _others_wait(others: Mapping[int, Waiting]) -> str:
     first = min(pending or others)
     at = place(others[first].stack)
     op = pending.get(first)
-    inside = " in " + in_words({**op, "sizes": []}) if op else ""
+    inside = " in " + named(op) if op else ""
     return f"; {ranks_in_words(others)} wait{'s' if len(others) == 1 else ''}{inside}" + (f" ({at})" if at else "")
 
 
@@ -362,26 +395,115 @@ def _crossed(state: RunState) -> Finding | None:
     circle = crossing(held_up)
     if not circle:
         return None
+    messages = messages_of(held_up)
     pending = pending_operations(held_up)
-    inside = [
-        f"rank {number} is in {in_words({**pending[number], 'sizes': []})} of {group_in_words(pending[number])}"
-        for number in circle
-    ]
+    if all(number in messages for number in circle):
+        title = _chain(circle, messages) + _common_place(held_up[number] for number in circle)
+        cause, fix = _ONLY_SEND if all(messages[number].op == "send" for number in circle) else _RING
+    else:
+        inside = [
+            f"rank {number} waits to {_message_in_words(messages[number])}"
+            if number in messages
+            else f"rank {number} is in {named(pending[number])} of {group_in_words(pending[number])}"
+            for number in circle
+        ]
+        title = ", ".join(inside) + ("; each waits for the other" if len(circle) == 2 else "; each waits for the next")
+        cause, fix = _CROSSED if not messages.keys() & set(circle) else _MESSAGE_AND_COLLECTIVE
     return Finding(
         name="hang",
         kind="wrong",
-        title=", ".join(inside) + ("; each waits for the other" if len(circle) == 2 else "; each waits for the next"),
+        title=title,
         evidence=f"no progress for {_seconds(held_up.values()):.0f} s; " + "; ".join(_described(held_up)),
-        cause=(
-            "these ranks call collectives of several process groups in different orders: a collective completes "
-            "only when every rank in its group calls it, and each of these ranks is blocked in another group first"
-        ),
-        fix="stop the run; call the collectives of these groups in the same order on every rank",
+        cause=cause,
+        fix=fix,
         ranks=(*circle, *(number for number in held_up if number not in circle)),
     )
 
 
+def _chain(circle: Iterable[int], messages: Mapping[int, Collective]) -> str:
+    """`rank 0 waits to send to 1, 1 to 2, 2 to 0`; the operation is repeated where it changes."""
+    words, before = [], ""
+    for number in circle:
+        op = messages[number]
+        doing = "" if op.op == before else ("send " if op.op == "send" else "receive ")
+        start = f"rank {number} waits to" if not words else f"{number}"
+        words.append(f"{start} {doing}{'to' if op.op == 'send' else 'from'} {op.peer}")
+        before = op.op
+    return ", ".join(words)
+
+
+def _message_in_words(op: Collective) -> str:
+    way = "send to" if op.op == "send" else "receive from"
+    return f"{way} rank {op.peer}" + (f" with tag {op.tag}" if op.tag else "")
+
+
+def _unanswered(state: RunState) -> Finding | None:
+    """A message whose peer does not take part: it is elsewhere, or gives another tag."""
+    held_up = waiting(state)
+    messages = messages_of(held_up)
+    apart = [
+        number
+        for number, op in messages.items()
+        if op.peer not in held_up
+        or (op.peer not in messages and first_pending(held_up[op.peer]) is None)
+        or (meet(messages, number) and op.tag != messages[op.peer].tag)
+    ]
+    if not apart:
+        return None
+    number = apart[0]
+    op = messages[number]
+    peer = int(op.peer or 0)
+    other = messages.get(peer)
+    title = (
+        f"rank {number} has waited for {_seconds([held_up[number]]):.0f} s to {_message_in_words(op)}"
+        f"{_common_place([held_up[number]])}; "
+    )
+    if other is not None:
+        title += f"rank {peer} waits to {_message_in_words(other)}"
+        cause = "a send and a receive meet only if both name each other and the same tag"
+        fix = "stop the run; give both calls the same tag, and call them in the same order on both ranks"
+    else:
+        opposite = "received" if op.op == "send" else "sent"
+        title += f"rank {peer}{on_hosts(state, [peer])} has not {opposite} it"
+        cause = f"a {op.op} blocks until its peer has {opposite}: rank {peer} has not reached that call"
+        at = place_of(held_up[peer]) if peer in held_up else ""
+        fix = (
+            f"stop the run; see why rank {peer} does not come to its {'recv' if op.op == 'send' else 'send'}"
+            + (f" (it is at {at})" if at else "")
+            + ": a loop of another length, a branch on the rank, or a wrong peer in one of the two calls"
+        )
+    away = [] if peer in held_up else [f"rank {peer}: {last_seen(state, peer)}"]
+    return Finding(
+        name="hang",
+        kind="wrong",
+        title=title,
+        evidence="; ".join([*_described(held_up), *away]),
+        cause=cause,
+        fix=fix,
+        ranks=(peer, *(one for one in held_up if one != peer)),
+    )
+
+
 # Cause and fix of ranks that wait.
+_ONLY_SEND = (
+    "each of these ranks sends before it receives: a send blocks until its peer receives, and nobody receives",
+    "stop the run; pass the sends and receives of one exchange together to torch.distributed.batch_isend_irecv and wait"
+    " for all of them, or let even ranks send first and odd ranks receive first",
+)
+_RING = (
+    "each of these ranks waits for a message of the next before it makes the call that the one before waits for",
+    "stop the run; pass the sends and receives of one exchange together to torch.distributed.batch_isend_irecv and wait"
+    " for all of them, or let even ranks send first and odd ranks receive first, so that each send meets a receive",
+)
+_CROSSED = (
+    "these ranks call collectives of several process groups in different orders: a collective completes only when every"
+    " rank in its group calls it, and each of these ranks is blocked in another group first",
+    "stop the run; call the collectives of these groups in the same order on every rank",
+)
+_MESSAGE_AND_COLLECTIVE = (
+    "one rank waits in a collective, another for a message, and each needs the other one to go on first",
+    "stop the run; move the message to the same side of the collective on both ranks: both before it, or both after it",
+)
 _NOT_CALLED = (
     "a collective completes only when every rank in its group calls it: a rank that takes a different branch blocks the"
     " others",
@@ -392,6 +514,47 @@ _INTERLEAVED = (
     " group, such as that of async_save, and the calls of two threads have no common order",
     "stop the run; give the thread a process group of its own, as in async_save(…,"
     " process_group=dist.new_group(backend='gloo')); without such a thread, look for ranks whose models differ",
+)
+_SHARDED = (
+    "a forward or backward of a sharded model gathers its parameters from every rank: these ranks call the model"
+    " different numbers of times, such as for answers of different lengths in a generation",
+    "stop the run; call the model equally often on every rank: go on with a dummy input until all ranks are done"
+    " (generate(…, synced_gpus=True)), or gather the parameters once before the loop (summon_full_params, unshard)",
+)
+_ALL_THERE = (
+    "every rank of the group has called it, with the same operation, and it does not complete: the ranks do not reach"
+    " each other, or a device does not answer",
+    "stop the run; run again with NCCL_DEBUG=INFO, or TORCH_DISTRIBUTED_DEBUG=INFO on gloo; check the interface that is"
+    " used (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME) and the firewall; on one machine try NCCL_P2P_DISABLE=1",
+)
+_NOT_STARTED = (
+    "a collective completes only when every rank of its group calls it, and a rank has not started",
+    "stop the run; read the log of that rank, and check that as many processes are started as WORLD_SIZE says",
+)
+_EVALUATES = (
+    "a collective completes only when every rank of its group calls it, and a rank still evaluates",
+    "stop the run; evaluate on every rank, each on its part, or let all ranks wait for the evaluation with"
+    " dist.barrier() and a timeout= of init_process_group that is longer than it",
+)
+_ELSEWHERE = (
+    "a collective completes only when every rank of its group calls it, and a rank is in no collective: it waits for"
+    " something else at its line, such as data, a file, a lock or a process",
+    "stop the run; look at the line of that rank: let it not wait there, or let all ranks wait there",
+)
+_STILL_RUNS = (
+    "a collective completes only when every rank of its group calls it, and a rank still computes or trains: it has"
+    " more or slower work, or took a branch without this call",
+    "if that rank only needs longer, wait, and give it equal work or raise --hang-after; otherwise stop the run and"
+    " call the collective on every rank",
+)
+_DATA = (
+    "the rank waits for its next batch: a worker of the DataLoader is stuck or has died, or storage does not answer",
+    "stop the run; try num_workers=0, which shows the error of a worker, or a timeout= of the DataLoader",
+)
+_MEETING = (
+    "the ranks have not met: init_process_group waits until WORLD_SIZE processes have connected to rank 0",
+    "stop the run; start every rank, with one MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and call init_process_group on"
+    " each; on several hosts check that they reach the address of rank 0",
 )
 _NOTHING_PENDING = (
     "no collective is pending: the rank waits for data, a file, a lock, a message from another stage, or ranks that did"
@@ -427,7 +590,7 @@ def _waits(state: RunState) -> Finding | None:
         everyone = "; all ranks of its group have reached it" if first["ranks"] else ""
         missing = f"; {ranks_in_words(absent)}{on_hosts(state, absent)} never reached it"
         title += missing if absent else everyone
-    cause, fix = _NOTHING_PENDING if not pending else _INTERLEAVED if _interleaved(held_up) else _NOT_CALLED
+    cause, fix = _nothing_pending(held_up.values()) if not pending else _not_reached(state, held_up, absent)
     described = [
         *_described(held_up),
         *(f"rank {number}: {last_seen(state, number)}" for number in absent if number not in held_up),
@@ -441,6 +604,36 @@ def _waits(state: RunState) -> Finding | None:
         fix=fix,
         ranks=(*absent, *(number for number in held_up if number not in absent)),
     )
+
+
+def _nothing_pending(events: Iterable[Waiting]) -> tuple[str, str]:
+    """Cause and fix of ranks that wait outside of collectives, by where they are."""
+    if all("in init_process_group" in event.stack or "in rendezvous" in event.stack for event in events):
+        return _MEETING
+    return _DATA if all(event.phase == "data" for event in events) else _NOTHING_PENDING
+
+
+def _not_reached(state: RunState, held_up: Mapping[int, Waiting], absent: Iterable[int]) -> tuple[str, str]:
+    """Cause and fix of ranks that wait in a collective, by where the `absent` ranks are."""
+    away = [number for number in absent if number not in held_up]
+    if _interleaved(held_up):
+        return _INTERLEAVED
+    if is_sharded(held_up):
+        return _SHARDED
+    if not absent:
+        return _ALL_THERE if all(first_pending(event) for event in held_up.values()) else _NOT_CALLED
+    if any(number not in state.ranks for number in away):
+        return _NOT_STARTED if not on_hosts(state, away) else _NOT_CALLED
+    if away:
+        return _EVALUATES if all(state.ranks[one].activity == "evaluating" for one in away) else _STILL_RUNS
+    return _NOT_CALLED if all(first_pending(held_up[number]) for number in absent) else _ELSEWHERE
+
+
+def is_sharded(held_up: Mapping[int, Waiting]) -> bool:
+    """Whether ranks wait in different collectives, and one of them in a gathering or reduction of a sharded model."""
+    pending = pending_operations(held_up)
+    differ = len({(group_of(op), op["op"], op["seq"]) for op in pending.values()}) > 1
+    return differ and any("/distributed/fsdp/" in held_up[number].stack for number in pending)
 
 
 def _awaited(pending: Mapping[int, Call]) -> tuple[Call, tuple[int, ...]]:
