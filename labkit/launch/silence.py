@@ -19,7 +19,7 @@ import psutil
 
 from labkit.record import clock
 from labkit.record.folder import RunFolder
-from labkit.record.stacks import clipped, of_crash
+from labkit.record.stacks import clipped, in_collective, of_crash
 
 _EVERY = 1.0  # seconds between two checks
 _AGAIN = 10.0  # seconds between two reports
@@ -102,6 +102,14 @@ def crash_stack(folder: RunFolder, rank: int) -> str:
     """The stack of the fatal signal that ended a rank; empty if nothing was written."""
     dump = folder.end_of(folder.crash_of(rank))
     return clipped(of_crash(dump)) if "Fatal Python error" in dump else ""
+
+
+def stack_beside(folder: RunFolder, rank: int) -> str:
+    """The stack of a thread beside the main one that was in a collective when a fatal signal ended a rank; empty if
+    there was none.
+    """
+    dump = folder.end_of(folder.crash_of(rank))
+    return clipped(in_collective(dump)) if "Fatal Python error" in dump else ""
 
 
 def _held_by_c(folder: RunFolder, rank: int) -> str:

@@ -110,8 +110,6 @@ DDP_LOGGING = Private("torch.nn.parallel.DistributedDataParallel._get_ddp_loggin
 # ---- process groups
 FLIGHT_RECORDER = Private("torch._C._distributed_c10d._dump_fr_trace_json", "collectives", since="2.8")
 NCCL_RECORDER = Private("torch._C._distributed_c10d._dump_nccl_trace_json", "collectives")  # if torch has NCCL
-FLIGHT_STACKS = Private("torch._C._distributed_c10d._dump_fr_trace", "collectives", since="2.8")
-NCCL_STACKS = Private("torch._C._distributed_c10d._dump_nccl_trace", "collectives")  # if torch has NCCL
 WORLD = Private("torch.distributed.distributed_c10d._world", "collectives")
 
 # ---- stored gradients and parameters

@@ -5,8 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
-import pickle
-import re
+import threading
 import time
 import weakref
 from collections import deque
@@ -18,10 +17,9 @@ import torch.distributed as dist
 
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.patches import Patches
-from labkit.probe.torch_private import FLIGHT_RECORDER, FLIGHT_STACKS, NCCL_RECORDER, NCCL_STACKS, WORLD
+from labkit.probe.torch_private import FLIGHT_RECORDER, NCCL_RECORDER, WORLD
 from labkit.probe.untraced import compiling
 from labkit.record import clock
-from labkit.record.stacks import LIBRARIES
 from labkit.record.writer import sent
 
 # ---- reads collectives from torch's flight recorder
@@ -87,13 +85,11 @@ class FlightRecorder:
         in_collective = any(not op["over"] for op in collectives)
         return [*collectives, *(self._guard(self.messages.awaited, in_collective) or [])]
 
-    def sequences(self, places: bool) -> list[dict[str, Any]]:
-        """Per group the stored collectives in the order of their calls (see `events.Sequence`); with `places`, also the
-        line of each call, which takes seconds the first time.
-        """
+    def sequences(self) -> list[dict[str, Any]]:
+        """Per group the stored collectives in the order of their calls (see `events.Sequence`)."""
         if not (dist.is_available() and dist.is_initialized()):
             return []
-        return self._guard(lambda: _sequences(_entries_with_places() if places else _entries())) or []
+        return self._guard(_sequences, self.entries() or []) or []
 
     def store_newest(self) -> None:
         """Stores the newest collectives, because an error may be reported after a `finally` block has destroyed the
@@ -108,14 +104,6 @@ def _entries() -> list[dict[str, Any]]:
         recorders.append(FLIGHT_RECORDER)
     texts = [row.get()(includeCollectives=True, onlyActive=False) for row in recorders]
     return joined([json.loads(text).get("entries", []) for text in texts])
-
-
-def _entries_with_places() -> list[dict[str, Any]]:
-    recorders = [NCCL_STACKS] if dist.is_nccl_available() else []
-    if not recorders or FLIGHT_STACKS.exists():
-        recorders.append(FLIGHT_STACKS)
-    dumps = [row.get()(includeCollectives=True, includeStackTraces=True, onlyActive=False) for row in recorders]
-    return joined([pickle.loads(dump).get("entries", []) for dump in dumps])  # which this process has just made
 
 
 def joined(recorders: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -150,16 +138,20 @@ def _newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found[-_NEWEST:]
 
 
-_PART = re.compile(r"/torch/distributed/(fsdp|checkpoint|tensor|pipelining)/")
-
-
 def _sequences(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
+    main = threading.main_thread()
+    beside = {
+        str(one.ident)
+        for one in threading.enumerate()
+        if one is not main and not isinstance(one, threading._DummyThread)
+    }
     for entry in sorted(entries, key=lambda entry: entry["record_id"]):
         if not _is_collective(entry):
             continue
         group, called = entry["process_group"]
-        kind = _kind(entry)
+        kind = {"op": operation(entry["profiling_name"]), "sizes": entry["input_sizes"]}
+        kind |= {"dtypes": entry["input_dtypes"], "thread": entry.get("thread_id") in beside}
         if group not in found:
             known = {"group": called or group, "id": group, "ranks": _members(group)}
             found[group] = known | {"first": entry["collective_seq_id"], "kinds": [], "calls": []}
@@ -170,21 +162,6 @@ def _sequences(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
             one["kinds"].append(kind)
         one["calls"].append(one["kinds"].index(kind))
     return list(found.values())
-
-
-def _kind(entry: dict[str, Any]) -> dict[str, Any]:
-    """What a call was; from its frames also its line in the script, the part of torch that called, and its thread."""
-    kind = {"op": operation(entry["profiling_name"]), "sizes": entry["input_sizes"], "dtypes": entry["input_dtypes"]}
-    frames = entry.get("frames") or []
-    script = next((one for one in frames if not any(part in one["filename"] for part in LIBRARIES)), None)
-    part = next(filter(None, (_PART.search(one["filename"]) for one in frames)), None)
-    if script:
-        kind["place"] = f"{script['filename'].rpartition('/')[2]}:{script['line']} in {script['name']}"
-    if part:
-        kind["part"] = part[1]
-    if frames and frames[-1]["name"] == "_bootstrap":
-        kind["thread"] = True
-    return kind
 
 
 def since_then(entries: list[dict[str, Any]] | None, since: int, now: int | None = None) -> list[dict[str, Any]] | None:

@@ -84,20 +84,26 @@ class WaitWatch(threading.Thread):
             self._has_asked = False
             self._progress, self._computed = progress, self._watch.thread.cpu_seconds()
         idle = now - progress
-        if idle >= self._patience() - 2 * self._poll and self._reported is None and not self._has_asked:
+        due = self._patience() if self._reported is None else self._reported + _AGAIN - progress
+        if idle >= due - 2 * self._poll and not self._has_asked:
             with suppress(OSError):
                 self._asked.touch(mode=0o600)
             self._has_asked = True
         if (asked := self._when_asked()) != self._answered:
             self._answered = asked
-            self._tell(places=self._reported is not None)
-        if idle < self._patience() or (self._reported is not None and now - self._reported < _AGAIN):
+            self._write("called", idle, groups=self._watch.recorder.sequences())
+        if idle < due:
             return
-        self._reported = now
+        self._reported, self._has_asked = now, False
+        self._write("waiting", idle)
+
+    def _write(self, kind: str, idle: float, **more: object) -> None:
         spent = self._watch.thread.cpu_seconds()
-        computed = None if spent is None or self._computed is None else max(0.0, spent - self._computed) / idle
+        computed = (
+            None if spent is None or self._computed is None else max(0.0, spent - self._computed) / max(idle, 0.1)
+        )
         self._journal.write(
-            "waiting",
+            kind,
             since=clock.now() - idle,
             step=self._watch.finished,
             activity=self._watch.activity,
@@ -105,12 +111,8 @@ class WaitWatch(threading.Thread):
             computed=None if computed is None else round(computed, 3),
             stack=self._stack(),
             ops=self._watch.recorder.newest(),
+            **more,
         )
-        self._tell(places=True)
-
-    def _tell(self, places: bool) -> None:
-        if groups := self._watch.recorder.sequences(places):
-            self._journal.write("called", groups=groups)
 
     def _when_asked(self) -> int:
         """When a rank asked last, in ns; 0 if none has."""

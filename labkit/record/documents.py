@@ -111,10 +111,12 @@ class Who(Recorded):
 
 
 class Failed(Recorded):
-    """How a rank failed, as torchrun reported it or as its traces show."""
+    """How a rank failed, as torchrun reported it or as its traces show; `beside` is the stack of another thread that was in
+    a collective then."""
 
     message: str = ""
     traceback: str = ""
+    beside: str = ""
     last_seen: bool = False
     exit_code: Code | None = None
     pid: Pid | None = None

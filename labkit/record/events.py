@@ -103,15 +103,12 @@ Collectives: TypeAlias = Annotated[list[Collective], Meta(max_length=1_000)]
 
 
 class CallKind(Recorded):
-    """What a collective was: `op`, the `sizes` and `dtypes` of its inputs, and if known the `place` in the script that
-    called it, the `part` of torch.distributed between them (fsdp, checkpoint, tensor, pipelining), and whether another
-    `thread` than the main one did."""
+    """What a collective was: `op`, the `sizes` and `dtypes` of its inputs, and whether another `thread` of the script
+    than the main one called it."""
 
     op: Name
     sizes: Annotated[list[Annotated[list[Count], Meta(max_length=64)]], Meta(max_length=10_000)] = []
     dtypes: Annotated[list[Name], Meta(max_length=10_000)] = []
-    place: Name = ""
-    part: Name = ""
     thread: bool = False
 
 
@@ -173,10 +170,11 @@ class Waiting(OfRank, tag_field="kind", tag="waiting"):
     computed: Seconds | None = None
 
 
-class Called(OfRank, tag_field="kind", tag="called"):
-    """The collectives that a rank has called, written by every rank when one is about to report that it waits."""
+class Called(Waiting, tag_field="kind", tag="called"):
+    """Where a rank is when another one is about to report that it waits, in the fields of `waiting`, and in `groups`
+    the collectives that it has called. It may make progress."""
 
-    groups: Annotated[list[Sequence], Meta(max_length=1_000)]
+    groups: Annotated[list[Sequence], Meta(max_length=1_000)] = []
 
 
 class GoingOn(Envelope, tag_field="kind", tag="going_on"):

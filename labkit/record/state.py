@@ -208,7 +208,7 @@ class RunState:
         self._rank(event).waiting = _with_short_texts(event)
 
     def _on_called(self, event: events.Called) -> None:
-        self._rank(event).called = event
+        self._rank(event).called = _with_short_texts(event)
 
     def _on_going_on(self, event: events.GoingOn) -> None:
         self._rank(event).waiting = None

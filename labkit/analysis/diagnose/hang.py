@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from labkit.analysis.diagnose.finding import Finding
@@ -14,7 +15,7 @@ from labkit.record.stacks import place
 
 if TYPE_CHECKING:
     from labkit.record.documents import Failure
-    from labkit.record.events import Collective, Silent, Waiting
+    from labkit.record.events import CallKind, Collective, Sequence, Silent, Waiting
     from labkit.record.ranks import RankState
     from labkit.record.state import RunState
 
@@ -46,11 +47,33 @@ def waiting(state: RunState) -> dict[int, Waiting]:
 
 
 def held(state: RunState) -> dict[int, Waiting]:
-    """By rank the newest `waiting` event of each rank that has made no progress since, even if it computes."""
+    """By rank the newest `waiting` event of each rank that has made no progress since, even if it computes; also where
+    a rank was that has not waited long enough to report itself, if it needs one of those that have.
+    """
     if state.status.state == "finished":
         return {}
-    ranks = (rank for _, rank in sorted(state.ranks.items()))
-    return {rank.rank: rank.waiting for rank in ranks if rank.waiting and rank.exit_code != 0 and not _went_on(rank)}
+    ranks = {number: rank for number, rank in sorted(state.ranks.items()) if rank.exit_code != 0}
+    found = {
+        number: rank.waiting for number, rank in ranks.items() if rank.waiting and not _went_on(rank, rank.waiting)
+    }
+    before = -1
+    while before < len(found):
+        before = len(found)
+        for number, rank in ranks.items():
+            if number not in found and rank.called and not _went_on(rank, rank.called) and _needs(rank.called, found):
+                found[number] = rank.called
+    return dict(sorted(found.items()))
+
+
+def _needs(event: Waiting, others: Mapping[int, Waiting]) -> bool:
+    """Whether a rank is in a message or collective that cannot complete while one of the others waits elsewhere."""
+    message, op = message_of(event), first_pending(event)
+    needed = [message.peer] if message else op["ranks"] if op else []
+    return any(number in others and (message is not None or not _has_called(others[number], op)) for number in needed)
+
+
+def _has_called(event: Waiting, op: Call | None) -> bool:
+    return any(op and group_of(one) == group_of(op) and one["seq"] >= op["seq"] for one in operations(event))
 
 
 def silent(state: RunState) -> dict[int, Silent]:
@@ -85,8 +108,8 @@ def gone(state: RunState) -> tuple[int, ...]:
     return tuple(number for number in sorted(ended) if number in state.ranks and state.ranks[number].exit_code is None)
 
 
-def _went_on(rank: RankState) -> bool:
-    since = rank.waiting.step if rank.waiting else None
+def _went_on(rank: RankState, event: Waiting) -> bool:
+    since = event.step
     return isinstance(since, int) and len(rank.steps) > rank.first_step and rank.steps.step[-1] > since
 
 
@@ -284,6 +307,133 @@ def _circle(following: Mapping[int, list[int]]) -> list[int]:
     return []
 
 
+# ---- sequences of collectives
+
+
+ALIKE = ("all_reduce", "reduce", "broadcast")  # operations whose input has the same shape on every rank
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The first call of a group that differs between ranks: its `number` there, what it was `by_rank`, the ranks that
+    differ from the majority (`odd`; all of them if there is none), and `how` they differ: a key of `APART`."""
+
+    number: int
+    group: str
+    by_rank: dict[int, CallKind]
+    odd: tuple[int, ...]
+    how: str
+
+    @property
+    def in_words(self) -> str:
+        """`call 3 of the default group: rank 0 broadcast (4, Float), rank 1 all_reduce (4, Float)`."""
+        calls: dict[str, list[int]] = {}
+        for rank, kind in self.by_rank.items():
+            calls.setdefault(_kind_in_words(kind), []).append(rank)
+        each = (f"{ranks_in_words(ranks)} {words}" for words, ranks in calls.items())
+        return f"call {self.number} of {self.group}: {', '.join(each)}"
+
+
+# Cause and fix of sequences that part, by how they do.
+APART = {
+    "thread": (
+        "another thread of the ranks also uses this group, such as that of async_save, and the calls of two threads"
+        " have no common order",
+        "give the thread a process group of its own, as in async_save(…, process_group=dist.new_group(backend='gloo'))",
+    ),
+    "dtype": (
+        "the ranks called the same operation with tensors of different dtypes, whose bytes are then read as another"
+        " type",
+        "convert the tensor to one dtype on every rank before that line: look for autocast, .half() or an integer on"
+        " one of the ranks",
+    ),
+    "size": (
+        "the ranks called the same operation with tensors of different sizes",
+        "give the tensor one size on every rank: drop or pad a smaller last batch, or exchange sizes with all_gather"
+        " first and pad",
+    ),
+    "order": (
+        "the ranks made the same calls in a different order; calls are matched only by their order",
+        "make these calls in one order on every rank: look for a branch on the rank, or for a set, a dict or a list of"
+        " files whose order differs; sort it",
+    ),
+    "extra": (
+        "one side made a call that the other side did not make, and every later call was matched with the wrong one",
+        "make that call on every rank or on none: look for an `if rank ==`, a shorter loop or a caught exception around"
+        " it",
+    ),
+    "branch": (
+        "calls are matched only by their order: the ranks took different branches before this one",
+        "make the same calls on every rank: look for what depends on the rank before these lines",
+    ),
+}
+
+
+def apart(state: RunState) -> Apart | None:
+    """Where the sequences of the ranks part first, of the group that was in use longest; None if they agree as far as
+    they are known. Later calls change nothing about it.
+    """
+    groups: dict[tuple[Any, ...], dict[int, Sequence]] = {}
+    for number, rank in sorted(state.ranks.items()):
+        for one in rank.called.groups if rank.called else ():
+            groups.setdefault((one.group, one.id, tuple(one.ranks)), {})[number] = one
+    found = (_parts(ranks) for ranks in groups.values() if len(ranks) > 1)
+    return next((one for one in found if one is not None), None)
+
+
+def _parts(sequences: Mapping[int, Sequence]) -> Apart | None:
+    begin = max(one.first for one in sequences.values())
+    for number in range(begin, max(one.first + len(one.calls) for one in sequences.values())):
+        kinds = {rank: kind for rank, one in sequences.items() if (kind := _call(one, number)) is not None}
+        common = [
+            rank for rank, kind in kinds.items() if sum(_alike(kind, one) for one in kinds.values()) * 2 > len(kinds)
+        ]
+        if len(common) == len(kinds):
+            continue
+        odd = tuple(rank for rank in kinds if rank not in common)
+        one = next(iter(sequences.values()))
+        call: Call = {
+            "op": "",
+            "over": True,
+            "group": one.group,
+            "id": one.id,
+            "ranks": tuple(one.ranks),
+            "seq": 0,
+            "sizes": [],
+        }
+        return Apart(number, group_in_words(call), kinds, odd, _how(sequences, kinds, number))
+    return None
+
+
+def _how(sequences: Mapping[int, Sequence], kinds: Mapping[int, CallKind], number: int) -> str:
+    first = min(kinds)
+    other = next(rank for rank in kinds if not _alike(kinds[rank], kinds[first]))
+    one, two = kinds[first], kinds[other]
+    if len({kind.thread for kind in kinds.values()}) > 1:
+        return "thread"
+    later, earlier = _call(sequences[first], number + 1), _call(sequences[other], number + 1)
+    skips = later is not None and _alike(later, two), earlier is not None and _alike(earlier, one)
+    if one.op == two.op and not any(skips):
+        return "size" if one.dtypes == two.dtypes else "dtype"
+    return "order" if all(skips) else "extra" if any(skips) else "branch"
+
+
+def _call(sequence: Sequence, number: int) -> CallKind | None:
+    index = number - sequence.first
+    return sequence.kinds[sequence.calls[index]] if 0 <= index < len(sequence.calls) else None
+
+
+def _alike(one: CallKind, other: CallKind) -> bool:
+    alike = one.op not in ALIKE or (one.sizes == other.sizes and one.dtypes == other.dtypes)
+    return one.op == other.op and alike
+
+
+def _kind_in_words(kind: CallKind) -> str:
+    shapes = " and ".join("×".join(map(str, shape)) or "scalar" for shape in kind.sizes)
+    inside = ", ".join(filter(None, (shapes, " and ".join(dict.fromkeys(kind.dtypes)))))
+    return kind.op + (f" ({inside})" if inside else "")
+
+
 # ---- runs that make no progress
 
 
@@ -292,7 +442,7 @@ def hang(state: RunState) -> Iterator[Finding]:
     failure = state.failure
     if failure is not None and failure.traceback and not blames_peers(failure):
         return
-    found = _silent(state) or _crossed(state) or _unanswered(state) or _waits(state)
+    found = _silent(state) or _crossed(state) or _unanswered(state) or _parted(state) or _waits(state)
     if found is not None:
         yield found
 
@@ -435,6 +585,26 @@ def _chain(circle: Iterable[int], messages: Mapping[int, Collective]) -> str:
 def _message_in_words(op: Collective) -> str:
     way = "send to" if op.op == "send" else "receive from"
     return f"{way} rank {op.peer}" + (f" with tag {op.tag}" if op.tag else "")
+
+
+def _parted(state: RunState) -> Finding | None:
+    """Ranks that wait because earlier collectives did not match, which paired silently."""
+    held_up = waiting(state)
+    parts = apart(state) if held_up else None
+    newest = [op["seq"] for op in pending_operations(held_up).values()]
+    if parts is None or (newest and parts.number >= min(newest) and parts.how in ("extra", "branch")):
+        return None  # the collective in which they wait is the first that differs
+    cause, fix = APART[parts.how]
+    others = (rank for rank in (*parts.by_rank, *held_up) if rank not in parts.odd)
+    return Finding(
+        name="hang",
+        kind="wrong",
+        title=f"the ranks' collectives do not match since {parts.in_words}",
+        evidence=f"no progress for {_seconds(held_up.values()):.0f} s; " + "; ".join(_described(held_up)),
+        cause=cause,
+        fix="stop the run; " + fix,
+        ranks=(*parts.odd, *dict.fromkeys(others)),
+    )
 
 
 def _unanswered(state: RunState) -> Finding | None:
@@ -616,7 +786,8 @@ def _nothing_pending(events: Iterable[Waiting]) -> tuple[str, str]:
 def _not_reached(state: RunState, held_up: Mapping[int, Waiting], absent: Iterable[int]) -> tuple[str, str]:
     """Cause and fix of ranks that wait in a collective, by where the `absent` ranks are."""
     away = [number for number in absent if number not in held_up]
-    if _interleaved(held_up):
+    parts = apart(state)
+    if _interleaved(held_up) and (parts is None or parts.how == "thread"):
         return _INTERLEAVED
     if is_sharded(held_up):
         return _SHARDED
