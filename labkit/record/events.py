@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta, Struct
 
+ONE_AT_A_TIME = threading.Lock()  # msgspec 0.22 crashes if two threads convert to a type for the first time at once
 RANKS = 1_024  # most ranks of one run; front ends draw a row for each
 
 # ---- single values
@@ -722,7 +724,8 @@ def checked(value: Any) -> Event:
         if not isinstance(kind, str):
             raise ValueError("what must be a text")
     kind_of_event = known.get(kind, Unknown) if isinstance(kind, str) else Unknown
-    event: Event = msgspec.convert(value, kind_of_event, str_keys=True)
+    with ONE_AT_A_TIME:
+        event: Event = msgspec.convert(value, kind_of_event, str_keys=True)
     return event
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from conftest import wait_until
 from places import SCRIPTS
@@ -10,6 +12,11 @@ from labkit import run
 from labkit.analysis.diagnose import findings
 
 PATIENCE = 3
+
+
+def untimed(found) -> str:
+    """A title without the seconds of the wait."""
+    return re.sub(r"for \d+ s ", "", found.title)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +30,7 @@ PATIENCE = 3
             " all_reduce (4, Float)",
             "one dtype",
         ),
-        ("elsewhere", 2, "rank 0 waited for 3 s in barrier #1 at hangs.py:", "look at the line of that rank"),
+        ("elsewhere", 2, "rank 0 waited in barrier #1 at hangs.py:", "look at the line of that rank"),
     ],
 )
 def test_the_first_report_and_the_later_ones_tell_one_story(case, nproc, title, fix):
@@ -36,6 +43,5 @@ def test_the_first_report_and_the_later_ones_tell_one_story(case, nproc, title, 
     finally:
         job.stop()
     assert all(wait.t - wait.since >= PATIENCE for wait in waits)
-    assert later.name == "hang" and later.title.startswith(title) and fix in later.fix
-    assert first.title.startswith(title.replace(" for 3 s", " for ")[:20]) and first.ranks[0] == later.ranks[0]
-    assert first.fix == later.fix or case == "elsewhere"  # until rank 1 reports itself, it only runs
+    assert later.name == "hang" and untimed(later).startswith(title) and fix in later.fix
+    assert untimed(first) == untimed(later) and first.ranks == later.ranks

@@ -68,12 +68,13 @@ def held(state: RunState) -> dict[int, Waiting]:
 def _needs(event: Waiting, others: Mapping[int, Waiting]) -> bool:
     """Whether a rank is in a message or collective that cannot complete while one of the others waits elsewhere."""
     message, op = message_of(event), first_pending(event)
-    needed = [message.peer] if message else op["ranks"] if op else []
-    return any(number in others and (message is not None or not _has_called(others[number], op)) for number in needed)
+    if message is not None:
+        return message.peer in others
+    return op is not None and any(one in others and not _has_called(others[one], op) for one in op["ranks"])
 
 
-def _has_called(event: Waiting, op: Call | None) -> bool:
-    return any(op and group_of(one) == group_of(op) and one["seq"] >= op["seq"] for one in operations(event))
+def _has_called(event: Waiting, op: Call) -> bool:
+    return any(group_of(one) == group_of(op) and one["seq"] >= op["seq"] for one in operations(event))
 
 
 def silent(state: RunState) -> dict[int, Silent]:
@@ -413,7 +414,9 @@ def _how(sequences: Mapping[int, Sequence], kinds: Mapping[int, CallKind], numbe
         return "thread"
     later, earlier = _call(sequences[first], number + 1), _call(sequences[other], number + 1)
     skips = later is not None and _alike(later, two), earlier is not None and _alike(earlier, one)
-    if one.op == two.op and not any(skips):
+    rest = range(number + 1, number + 1 + max(map(len, (each.calls for each in sequences.values()))))
+    after = ((_call(sequences[first], each), _call(sequences[other], each)) for each in rest)
+    if one.op == two.op and all(left is None or right is None or _alike(left, right) for left, right in after):
         return "size" if one.dtypes == two.dtypes else "dtype"
     return "order" if all(skips) else "extra" if any(skips) else "branch"
 
@@ -572,7 +575,8 @@ def _crossed(state: RunState) -> Finding | None:
 
 def _chain(circle: Iterable[int], messages: Mapping[int, Collective]) -> str:
     """`rank 0 waits to send to 1, 1 to 2, 2 to 0`; the operation is repeated where it changes."""
-    words, before = [], ""
+    words: list[str] = []
+    before = ""
     for number in circle:
         op = messages[number]
         doing = "" if op.op == before else ("send " if op.op == "send" else "receive ")
