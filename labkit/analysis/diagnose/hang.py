@@ -445,7 +445,7 @@ def hang(state: RunState) -> Iterator[Finding]:
     failure = state.failure
     if failure is not None and failure.traceback and not blames_peers(failure):
         return
-    found = _silent(state) or _crossed(state) or _unanswered(state) or _parted(state) or _waits(state)
+    found = _silent(state) or _parted(state) or _crossed(state) or _unanswered(state) or _waits(state)
     if found is not None:
         yield found
 
