@@ -32,7 +32,14 @@ from labkit.probe.losses import Edge
 from labkit.probe.memory import local
 from labkit.probe.patches import Patches
 from labkit.probe.tensors import outermost
-from labkit.probe.torch_private import PROFILER_ENABLED, SAVED_OTHER, SAVED_SELF
+from labkit.probe.torch_private import (
+    PROFILER_ENABLED,
+    SAVED_COUNT,
+    SAVED_OTHER,
+    SAVED_REDUCTION,
+    SAVED_SELF,
+    SAVED_TOTAL,
+)
 from labkit.probe.traffic import FlightRecorder
 from labkit.record import clock
 
@@ -245,12 +252,22 @@ class Looks:
     # ---- what is looked at
 
     def _models(self) -> list[torch.nn.Module]:
+        """The models that train, and those in DDP; not a part of one, and none that only shares its parameters, such as
+        a slice of a Sequential."""
         wrappers = [one for one in self._wrappers if hasattr(one, "reducer")]  # made without an error
-        return outermost([*wrappers, *(model for model in self._watch.models if model not in self._wrappers)])
+        others = [model for model in self._watch.models if model not in self._wrappers]
+        found: list[torch.nn.Module] = []
+        known: set[int] = set()
+        for model in sorted(outermost([*wrappers, *others]), key=lambda one: (one not in self._wrappers, _size(one))):
+            parameters = {id(one) for one in model.parameters()}
+            if not parameters or not parameters <= known:
+                found.append(model)
+                known |= parameters
+        return found
 
     def _tensors(self) -> list[tuple[int, str, str, torch.Tensor]]:
         """The model, name, role and tensor of what is tracked."""
-        models = sorted(self._models(), key=lambda model: type(model).__name__)
+        models = self._models()
         found = [
             (number, name, role, tensor) for number, model in enumerate(models) for name, role, tensor in _parts(model)
         ]
@@ -263,7 +280,7 @@ class Looks:
         self._tracked = which  # a parameter that is unfrozen later is still the same one
         names = [[number, name, role, list(tensor.shape)] for number, name, role, tensor in tensors]
         models = []
-        for model in sorted(self._models(), key=lambda model: type(model).__name__):
+        for model in self._models():
             ddp = model in self._wrappers
             models.append(
                 {
@@ -318,6 +335,11 @@ class Looks:
         return self._sent
 
 
+def _size(model: torch.nn.Module) -> tuple[int, str]:
+    """The largest first, and in the same order on all ranks."""
+    return -sum(1 for _ in model.parameters()), type(model).__name__
+
+
 def _parts(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         if not hasattr(parameter, "ds_id") and not torch.nn.parameter.is_lazy(parameter):  # DeepSpeed's own sharding
@@ -365,14 +387,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-_KNOWN_WEIGHTS: dict[torch.device, torch.Tensor] = {}
-
-
 def _weights(device: torch.device) -> torch.Tensor:
-    if device not in _KNOWN_WEIGHTS:
-        places = torch.arange(1, _ELEMENTS + 1, dtype=torch.float64, device=device)
-        _KNOWN_WEIGHTS[device] = 0.5 + (places * 0.6180339887).frac()
-    return _KNOWN_WEIGHTS[device]
+    """One weight per position. Computed at each look, so that no tensor of the probe outlives a step."""
+    places = torch.arange(1, _ELEMENTS + 1, dtype=torch.float64, device=device)
+    return 0.5 + (places * 0.6180339887).frac()
 
 
 def _factor(before: list[list[float]], after: list[list[float]]) -> float | None:
@@ -427,6 +445,11 @@ def _weight_of_one(edge: Edge | None) -> float | None:
     return None
 
 
+_MEAN = 1  # the saved reduction of a loss that is a mean
+_MEANS = (
+    *("NllLossBackward0", "NllLoss2DBackward0", "MseLossBackward0", "SmoothL1LossBackward0"),
+    "BinaryCrossEntropyWithLogitsBackward0",
+)
 _PASSED = ("AddBackward0",)  # a mean and a penalty: the first one is followed
 
 
@@ -436,17 +459,12 @@ def _is_sum_of_elements(node: Any) -> bool:
 
 def _elements_of(node: Any, name: str) -> float | None:
     if name == "MeanBackward0":
-        return getattr(node, "_saved_self_sym_numel", None)
-    if name in ("NllLossBackward0", "NllLoss2DBackward0") and node._saved_reduction == 1:
-        total = getattr(node, "_saved_total_weight", None)
-        return None if total is None or total.is_cuda else float(total)
-    if name in (
-        "MseLossBackward0",
-        "BinaryCrossEntropyWithLogitsBackward0",
-        "L1LossBackward0",
-        "SmoothL1LossBackward0",
-    ):
-        return float(node._saved_self.numel()) if getattr(node, "_saved_reduction", 1) == 1 else None
+        return float(SAVED_COUNT.of(node))
+    if name in _MEANS and SAVED_REDUCTION.of(node) == _MEAN:
+        if not name.startswith("Nll"):
+            return float(SAVED_SELF.of(node).numel())
+        total = SAVED_TOTAL.of(node)
+        return None if total.is_cuda else float(total)
     return None
 
 

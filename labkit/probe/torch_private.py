@@ -87,6 +87,8 @@ COMPILE_COUNTERS = Private("torch._dynamo.utils.counters", "compiled updates")
 SAVED_OTHER = Private(f"{_NODE}._saved_other", "loss shares")  # of DivBackward0 and MulBackward0
 SAVED_SELF = Private(f"{_NODE}._saved_self", "loss shares")  # of MulBackward0
 SAVED_REDUCTION = Private(f"{_NODE}._saved_reduction", "loss shares")  # of losses
+SAVED_COUNT = Private(f"{_NODE}._saved_self_sym_numel", "weights of losses")  # of MeanBackward0
+SAVED_TOTAL = Private(f"{_NODE}._saved_total_weight", "weights of losses")  # of NllLossBackward0
 DDP_SINK = Private("torch.nn.parallel.distributed._DDPSink", "loss shares")
 
 # ---- torch.compile

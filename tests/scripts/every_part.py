@@ -38,7 +38,10 @@ def main(style: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         total = torch.zeros(())
         for number, (inputs, labels) in enumerate(DataLoader(data, batch_size=8), 1):
-            loss = torch.tensor(0.5) * (cross_entropy(model(inputs), labels) / 1)
+            scores = model(inputs)
+            each = cross_entropy(scores, labels, reduction="none")  # two ways to a mean
+            mean = each.mean() if number > STEPS else cross_entropy(scores, labels)
+            loss = torch.tensor(0.5) * (mean / 1)
             loss.backward()
             total += loss.detach()
             if number % 2 == 0:

@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from labkit.record.state import RunState
 
 _APART = 1e-6  # difference of replicas, as a share of their absolute values, that rounding does not explain
-_UNEQUAL = 1e-2  # relative difference of weights, or of factors, that the author did not mean
+_UNLIKE_FACTORS = 1e-2  # relative difference of factors for gradients
+_UNLIKE_WEIGHTS = (
+    0.2  # and of weights of elements: texts of random lengths differ by less, now on one rank, now another
+)
 _LOOKS = 3  # looks that must agree
+_DRAWN = 5  # and for random numbers
 _MOST = 0.9
 _SHOWN = 4
 _SHARING = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
@@ -363,7 +367,7 @@ def same_random(state: RunState) -> Iterator[Finding]:
     for name in sorted({name for one in drawn for random in one.values() for name in random}):
         pairs = [[one[step].get(name) for one in drawn] for step in sorted(steps)]
         known = [pair for pair in pairs if all(pair)]
-        if len(known) < _LOOKS or len(known) < _MOST * len(steps) or any(len(set(pair)) > 1 for pair in known):
+        if len(known) < _DRAWN or len(known) < _MOST * len(steps) or any(len(set(pair)) > 1 for pair in known):
             continue
         yield Finding(
             name="same_random",
@@ -458,7 +462,7 @@ def evaluated_twice(state: RunState) -> Iterator[Finding]:
 def unequal_weights(state: RunState) -> Iterator[Finding]:
     """A mean over different numbers of elements per rank, which an average over ranks weights alike."""
     for ranks in _averaging(state):
-        found = _unequal(ranks, lambda look: look.weight)
+        found = _unequal(ranks, lambda look: look.weight, _UNLIKE_WEIGHTS)
         if found is None:
             continue
         step, weights = found
@@ -484,7 +488,7 @@ def unequal_weights(state: RunState) -> Iterator[Finding]:
 def local_norm(state: RunState) -> Iterator[Finding]:
     """Gradients that were clipped by a different factor on each rank of one model."""
     for ranks in _averaging(state):
-        found = _unequal(ranks, lambda look: look.clipped)
+        found = _unequal(ranks, lambda look: look.clipped, _UNLIKE_FACTORS)
         if found is None:
             continue
         step, factors = found
@@ -648,8 +652,10 @@ def _averaging(state: RunState) -> Iterator[list[RankState]]:
         yield ranks
 
 
-def _unequal(ranks: Sequence[RankState], value: Callable[[Look], float | None]) -> tuple[int, list[float]] | None:
-    """A step and the values of the ranks in it, if they differ in most looks."""
+def _unequal(
+    ranks: Sequence[RankState], value: Callable[[Look], float | None], by: float
+) -> tuple[int, list[float]] | None:
+    """A step and the values of the ranks in it, if they differ by a share `by` of the largest in most looks."""
     steps = sorted(set.intersection(*({look.step for look in _in_steps(rank)} for rank in ranks)))
     found, unequal = 0, []
     for step in steps:
@@ -658,7 +664,7 @@ def _unequal(ranks: Sequence[RankState], value: Callable[[Look], float | None]) 
         if len(values) < len(ranks) or not all(map(math.isfinite, values)):
             continue
         found += 1
-        if max(values) - min(values) > _UNEQUAL * max(values):
+        if max(values) - min(values) > by * max(values):
             unequal.append((step, values))
     return unequal[-1] if found >= _LOOKS and 2 * len(unequal) > found else None
 

@@ -2,6 +2,7 @@
 // sends "ready" and receives every chart whole, so that a reload, a second view and a late view all show the same.
 
 const PATIENCE = 60_000; // ms to wait for plotly.js before the kernel sends plain SVG
+const AGAIN = 500; // ms after which a chart that could not be drawn is drawn again
 const NEXT = 10_000; // ms after which another widget asks for plotly.js, too: the kernel of the first may be gone
 
 // plotly.js comes from the kernel, once per page, and never from an external host.
@@ -178,7 +179,7 @@ class Board {
   schedule() {
     this.frame ||= requestAnimationFrame(() => {
       this.frame = 0;
-      for (const chart of this.charts.values()) if (chart.dirty && chart.box.clientWidth) this.draw(chart);
+      for (const chart of this.charts.values()) if (chart.dirty && chart.box.clientWidth && chart.box.clientHeight) this.draw(chart);
     });
   }
 
@@ -189,9 +190,17 @@ class Board {
     chart.layout.height = chart.box.clientHeight;
     chart.box.setAttribute("role", "img");
     chart.box.setAttribute("aria-label", describe(chart));
-    if (chart.drawn) this.Plotly.react(chart.box, chart.data, chart.layout, this.config);
-    else this.Plotly.newPlot(chart.box, chart.data, chart.layout, this.config);
-    chart.drawn = true;
+    try {
+      if (chart.drawn) this.Plotly.react(chart.box, chart.data, chart.layout, this.config);
+      else this.Plotly.newPlot(chart.box, chart.data, chart.layout, this.config);
+      chart.drawn = true;
+    } catch (error) { // as in a box that is too low for axes while the page is laid out; the other charts go on
+      console.warn("labkit: a chart is drawn again", error);
+      this.Plotly.purge(chart.box);
+      chart.drawn = false;
+      chart.dirty = true;
+      setTimeout(() => this.schedule(), AGAIN);
+    }
   }
 
   close() {
