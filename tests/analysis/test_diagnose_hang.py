@@ -299,6 +299,15 @@ def test_a_circle_is_known_when_the_first_rank_reports_it():
     assert early == all_report
 
 
+@pytest.mark.parametrize("reporter", [0, 1])
+def test_whichever_of_two_collectives_is_reported_first_the_story_is_the_same(reporter):
+    stood = {0: op("all_reduce", 13), 1: op("all_gather", 13)}
+    told = [called(rank, ops=[one]) for rank, one in stood.items()]
+    early = first(fold(spec(), start(0, 1), told, waiting(reporter, stood[reporter])), "hang")
+    late = first(fold(spec(), start(0, 1), told, [waiting(rank, one) for rank, one in stood.items()]), "hang")
+    assert early == late and late.ranks == (1, 0)
+
+
 def test_a_message_and_a_collective_in_a_circle():
     found = first(fold(spec(), start(0, 1), waiting(0, message("recv", 1)), waiting(1, op())), "hang")
     assert found.title.startswith("rank 0 waits to receive from rank 1, rank 1 is in all_reduce #10")

@@ -74,7 +74,8 @@ def _needs(event: Waiting, others: Mapping[int, Waiting]) -> bool:
 
 
 def _has_called(event: Waiting, op: Call) -> bool:
-    return any(group_of(one) == group_of(op) and one["seq"] >= op["seq"] for one in operations(event))
+    calls = (one for one in operations(event) if group_of(one) == group_of(op))
+    return any(one["seq"] > op["seq"] or same(one, op) for one in calls)
 
 
 def silent(state: RunState) -> dict[int, Silent]:
