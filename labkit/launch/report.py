@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from labkit.launch.silence import crash_stack, last_position
+from labkit.launch.silence import crash_stack, last_position, stack_beside
 from labkit.record import clock
 from labkit.record.documents import Failed
 from labkit.record.folder import RunFolder
@@ -35,6 +35,7 @@ def failures(folder: RunFolder) -> dict[int, Failed]:
         found[rank] = Failed(
             message=(_aborted if code < 0 else _last_stderr_line)(folder, rank),
             traceback=stack,
+            beside=stack_beside(folder, rank),
             last_seen=bool(stack) and not crash,
             exit_code=code,
             pid=int(entry["pid"]),

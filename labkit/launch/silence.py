@@ -2,7 +2,9 @@
 
 Once per second the supervisor checks the process of each rank and writes a `silent` event on behalf of such a rank; a
 `heard` event follows when the rank responds again. A C call that holds the GIL is detected by the stacks that
-faulthandler writes in the rank when its monitoring thread has not run for too long; see `probe/position.py`.
+faulthandler writes in the rank when its monitoring thread has not run for too long; see `probe/position.py`. Both are
+reported after as many seconds as a rank that waits, `hang_after` of the Spec: a debugger or a shell may stop a process
+briefly.
 """
 
 from __future__ import annotations
@@ -17,10 +19,9 @@ import psutil
 
 from labkit.record import clock
 from labkit.record.folder import RunFolder
-from labkit.record.stacks import clipped, of_crash
+from labkit.record.stacks import clipped, in_collective, of_crash
 
 _EVERY = 1.0  # seconds between two checks
-_LASTS = 2  # checks before a state is reported: a debugger or a shell may stop a process briefly
 _AGAIN = 10.0  # seconds between two reports
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
@@ -33,18 +34,17 @@ class _Watched:
     heard: float = 0.0  # on the run's clock
     cpu: float = 0.0  # seconds
     since: float | None = None
-    looks: int = 0
     reported: float | None = None
     position: dict[str, Any] = field(default_factory=dict)
 
 
 class Silence:
-    """Checks the ranks. `pids` maps ranks to pids and may grow; `write` appends an event to the supervisor's event
-    file.
+    """Checks the ranks. `pids` maps ranks to pids and may grow; `patience` is in seconds; `write` appends an event to
+    the supervisor's event file.
     """
 
-    def __init__(self, folder: RunFolder, pids: dict[int, int], write: Callable[..., None]):
-        self._folder, self._pids, self._write = folder, pids, write
+    def __init__(self, folder: RunFolder, pids: dict[int, int], patience: float, write: Callable[..., None]):
+        self._folder, self._pids, self._patience, self._write = folder, pids, patience, write
         self._watched: dict[int, _Watched] = {}
         self._next = 0.0
 
@@ -74,11 +74,11 @@ class Silence:
         if not stack and status not in _STOPPED:
             if one.reported is not None:
                 self._write("heard", rank=rank)
-            one.since, one.looks, one.reported = None, 0, None
+            one.since, one.reported = None, None
             return
-        one.since, one.looks = one.since or one.heard or clock.now(), one.looks + 1
-        if one.looks > _LASTS and (one.reported is None or clock.now() - one.reported >= _AGAIN):
-            one.reported = clock.now()
+        one.since, now = one.since or one.heard or clock.now(), clock.now()
+        if now - one.since >= self._patience and (one.reported is None or now - one.reported >= _AGAIN):
+            one.reported = now
             self._report(rank, one, status, stack, cpu)
 
     def _report(self, rank: int, one: _Watched, status: str, stack: str, cpu: float) -> None:
@@ -102,6 +102,14 @@ def crash_stack(folder: RunFolder, rank: int) -> str:
     """The stack of the fatal signal that ended a rank; empty if nothing was written."""
     dump = folder.end_of(folder.crash_of(rank))
     return clipped(of_crash(dump)) if "Fatal Python error" in dump else ""
+
+
+def stack_beside(folder: RunFolder, rank: int) -> str:
+    """The stack of a thread beside the main one that was in a collective when a fatal signal ended a rank; empty if
+    there was none.
+    """
+    dump = folder.end_of(folder.crash_of(rank))
+    return clipped(in_collective(dump)) if "Fatal Python error" in dump else ""
 
 
 def _held_by_c(folder: RunFolder, rank: int) -> str:

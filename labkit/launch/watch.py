@@ -134,20 +134,21 @@ def interval(elapsed: float) -> float:
 class Sampler(threading.Thread):
     """Writes `system` events until `stop`, initially every `INTERVAL` seconds.
 
-    `pids` maps ranks to pids and may grow. It runs in a separate thread, because a faulty driver can block NVML.
+    `pids` maps ranks to pids and may grow; a rank that is silent for `patience` seconds is reported. It runs in a
+    separate thread, because a faulty driver can block NVML.
     """
 
-    def __init__(self, folder: RunFolder, pids: dict[int, int]):
+    def __init__(self, folder: RunFolder, pids: dict[int, int], patience: float):
         super().__init__(name="system", daemon=True)
         self.disk_full = False  # whether any sample found the disk full
         self._folder = folder
-        self._pids = pids
+        self._pids, self._patience = pids, patience
         self._over = threading.Event()
 
     def run(self) -> None:
         """Samples until `stop` is called."""
         writer, gpus, ranks = Writer(self._folder.system), Gpus(), Ranks(self._pids)
-        silence = Silence(self._folder, self._pids, writer.write)
+        silence = Silence(self._folder, self._pids, self._patience, writer.write)
         cores = psutil.cpu_count() or 1
         psutil.cpu_percent()  # the first call only sets the reference point of the next
         began = time.monotonic()
@@ -282,7 +283,7 @@ class Watch:
         self._pids: dict[int, int] = {}
         self._known: set[int] = set()  # pids of the processes that were terminated
         self._engine, self._endpoint = plan.engine, plan.endpoint
-        self._sampler = Sampler(folder, self._pids)
+        self._sampler = Sampler(folder, self._pids, float(plan.env.get("LABKIT_HANG_AFTER", "30")))
         self._killed_before = out_of_memory_kills()
         self._status = Status(
             "starting",

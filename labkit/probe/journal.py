@@ -28,7 +28,8 @@ class Journal:
     """
 
     def __init__(self, run: str | os.PathLike[str], rank: int):
-        folder = Path(run) / "events"
+        self.run = Path(run)
+        folder = self.run / "events"
         folder.mkdir(parents=True, exist_ok=True)
         self.started = clock.now()
         self._dropped = 0

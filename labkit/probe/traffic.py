@@ -5,7 +5,10 @@ from __future__ import annotations
 import heapq
 import json
 import math
+import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -59,6 +62,7 @@ class FlightRecorder:
 
     def __init__(self, journal: Journal):
         self._guard = Guard(journal, "collectives")
+        self.messages = Messages()
         self._last: list[dict[str, Any]] = []
 
     def entries(self) -> list[dict[str, Any]] | None:
@@ -73,11 +77,19 @@ class FlightRecorder:
 
     def newest(self) -> list[dict[str, Any]]:
         """Per group the last completed collective and all active ones, as {op, group, ranks, seq, sizes, over}, which
-        show which rank waits in which collective.
+        show which rank waits in which collective; then the messages that it waits for.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return list(self._last)
-        return self._guard(_newest, self.entries() or []) or []
+        collectives = self._guard(_newest, self.entries() or []) or []
+        in_collective = any(not op["over"] for op in collectives)
+        return [*collectives, *(self._guard(self.messages.awaited, in_collective) or [])]
+
+    def sequences(self) -> list[dict[str, Any]]:
+        """Per group the stored collectives in the order of their calls (see `events.Sequence`)."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return []
+        return self._guard(_sequences, self.entries() or []) or []
 
     def store_newest(self) -> None:
         """Stores the newest collectives, because an error may be reported after a `finally` block has destroyed the
@@ -124,6 +136,32 @@ def _newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
             | {"sizes": entry["input_sizes"], "over": over}
         )
     return found[-_NEWEST:]
+
+
+def _sequences(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    main = threading.main_thread()
+    beside = {
+        str(one.ident)
+        for one in threading.enumerate()
+        if one is not main and not isinstance(one, threading._DummyThread)
+    }
+    for entry in sorted(entries, key=lambda entry: entry["record_id"]):
+        if not _is_collective(entry):
+            continue
+        group, called = entry["process_group"]
+        kind = {"op": operation(entry["profiling_name"]), "sizes": entry["input_sizes"]}
+        kind |= {"dtypes": entry["input_dtypes"], "thread": entry.get("thread_id") in beside}
+        if group not in found:
+            known = {"group": called or group, "id": group, "ranks": _members(group)}
+            found[group] = known | {"first": entry["collective_seq_id"], "kinds": [], "calls": []}
+        one = found[group]
+        if entry["collective_seq_id"] < one["first"] + len(one["calls"]):
+            continue  # a part of a coalesced call
+        if kind not in one["kinds"]:
+            one["kinds"].append(kind)
+        one["calls"].append(one["kinds"].index(kind))
+    return list(found.values())
 
 
 def since_then(entries: list[dict[str, Any]] | None, since: int, now: int | None = None) -> list[dict[str, Any]] | None:
@@ -199,6 +237,45 @@ def _members(group: str) -> list[int]:
     return sorted(ranks)
 
 
+# ---- sends and receives under way, which gloo's flight recorder does not have
+
+
+class Messages:
+    """The sends and receives that have not completed."""
+
+    def __init__(self) -> None:
+        self._blocking: dict[str, Any] | None = None
+        self._works: deque[tuple[dict[str, Any], weakref.ref[Any]]] = deque(maxlen=_NEWEST)
+
+    def begins(self, op: str, tensor: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """A function such as torch.distributed.send is called with these arguments."""
+        given = dict(zip(("peer", "group", "tag", "group_peer"), args))
+        given |= {name.replace("src", "peer").replace("dst", "peer"): value for name, value in named.items()}
+        group = given.get("group") or dist.group.WORLD
+        peer = given.get("peer")
+        if peer is None and given.get("group_peer") is not None:
+            peer = dist.get_global_rank(group, given["group_peer"])
+        self._blocking = {
+            **{"op": op, "group": group.group_desc or group.group_name, "id": group.group_name, "ranks": []},
+            **{"peer": peer, "tag": given.get("tag") or 0, "sizes": [list(tensor.shape)], "over": False},
+        }
+
+    def ends(self, work: Any) -> None:
+        """The function has returned, with a Work if it was isend or irecv."""
+        message, self._blocking = self._blocking, None
+        if message is not None and hasattr(work, "is_completed"):
+            self._works.append((message, weakref.ref(work)))
+
+    def awaited(self, in_collective: bool) -> list[dict[str, Any]]:
+        """The message in which the rank blocks. If there is none, and it is in no collective either, all that have not
+        completed, the oldest first.
+        """
+        if (blocking := self._blocking) is not None:
+            return [blocking]
+        works = [] if in_collective else [(message, ref()) for message, ref in list(self._works)]
+        return [message for message, work in works if work is not None and not work.is_completed()]
+
+
 # ---- before the script destroys its process groups
 
 
@@ -256,7 +333,10 @@ class TrafficWatch:
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if compiling():
                 return original(tensor, *args, **kwargs)
-            if not self._depth:  # `send` may call `isend`
+            outermost = not self._depth  # `send` may call `isend`
+            work = None
+            if outermost:
+                self._guard(self._recorder.messages.begins, "send" if sends else "recv", tensor, args, kwargs)
                 size = tensor.numel() * tensor.element_size()
                 if sends:
                     self.messages += 1
@@ -266,9 +346,12 @@ class TrafficWatch:
                     self._passed.append({"op": "send" if sends else "recv", "bytes": size})
             self._depth += 1
             try:
-                return original(tensor, *args, **kwargs)
+                work = original(tensor, *args, **kwargs)
+                return work
             finally:
                 self._depth -= 1
+                if outermost:
+                    self._recorder.messages.ends(work)
 
         return call
 

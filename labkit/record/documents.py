@@ -18,6 +18,7 @@ from labkit.plan.spec import Spec
 from labkit.record import events
 from labkit.record.events import (
     BY_RANK,
+    ONE_AT_A_TIME,
     RANKS,
     Amount,
     Busy,
@@ -111,10 +112,12 @@ class Who(Recorded):
 
 
 class Failed(Recorded):
-    """How a rank failed, as torchrun reported it or as its traces show."""
+    """How a rank failed, as torchrun reported it or as its traces show. `beside` is the stack of another thread that
+    was in a collective then."""
 
     message: str = ""
     traceback: str = ""
+    beside: str = ""
     last_seen: bool = False
     exit_code: Code | None = None
     pid: Pid | None = None
@@ -544,7 +547,8 @@ def decoded(value: Any, kind: Any) -> Any:
     """A parsed JSON value as a value of type `kind`. Raises `ValueError`, one clause: the field, what it must be, and
     what it is."""
     try:
-        return msgspec.convert(value, kind, str_keys=True)
+        with ONE_AT_A_TIME:
+            return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise ValueError(_clause(str(error), value)) from None
 

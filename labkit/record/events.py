@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta, Struct
 
+ONE_AT_A_TIME = threading.Lock()  # msgspec 0.22 crashes if two threads convert to a type for the first time at once
 RANKS = 1_024  # most ranks of one run; front ends draw a row for each
 
 # ---- single values
@@ -85,7 +87,8 @@ class Unknown(Envelope, kw_only=True):
 
 class Collective(Recorded):
     """A collective that a rank has called: `op`, its group (`group` describes it, `id` is its number), the `ranks` of
-    that group, `seq`, its number in the group, the `sizes` of its tensors, and whether it is `over`."""
+    that group, `seq`, its number in the group, the `sizes` of its tensors, and whether it is `over`. A send or receive
+    has no number in its group; `peer` is the other rank, `tag` the number that both must give."""
 
     op: Name = ""
     over: bool = False
@@ -94,9 +97,37 @@ class Collective(Recorded):
     ranks: Ranks | None = None
     seq: Count | None = None
     sizes: Annotated[list[Annotated[list[Count], Meta(max_length=64)]], Meta(max_length=10_000)] | None = None
+    peer: Rank | None = None
+    tag: Code | None = None
 
 
 Collectives: TypeAlias = Annotated[list[Collective], Meta(max_length=1_000)]
+
+
+class CallKind(Recorded):
+    """What a collective was: `op`, the `sizes` and `dtypes` of its inputs, and whether another `thread` of the script
+    than the main one called it."""
+
+    op: Name
+    sizes: Annotated[list[Annotated[list[Count], Meta(max_length=64)]], Meta(max_length=10_000)] = []
+    dtypes: Annotated[list[Name], Meta(max_length=10_000)] = []
+    thread: bool = False
+
+
+class Sequence(Recorded):
+    """The newest collectives of a group in the order of their calls: `first` is the number of the first in the group,
+    `calls` has for each its index in `kinds`."""
+
+    group: Name
+    id: Name
+    ranks: Ranks
+    first: Count
+    kinds: Annotated[list[CallKind], Meta(max_length=100_000)]
+    calls: Annotated[list[Count], Meta(max_length=100_000)]
+
+    def __post_init__(self) -> None:
+        if any(kind >= len(self.kinds) for kind in self.calls):
+            raise ValueError("a call must have a kind")
 
 
 class Start(OfRank, tag_field="kind", tag="start"):
@@ -139,6 +170,13 @@ class Waiting(OfRank, tag_field="kind", tag="waiting"):
     activity: Name | None = None
     phase: Name | None = None
     computed: Seconds | None = None
+
+
+class Called(Waiting, tag_field="kind", tag="called"):
+    """Where a rank is when another one is about to report that it waits, in the fields of `waiting`, and in `groups`
+    the collectives that it has called. It may make progress."""
+
+    groups: Annotated[list[Sequence], Meta(max_length=1_000)] = []
 
 
 class GoingOn(Envelope, tag_field="kind", tag="going_on"):
@@ -627,6 +665,7 @@ Event: TypeAlias = (
     | Startup
     | Device
     | Waiting
+    | Called
     | GoingOn
     | Silent
     | Heard
@@ -685,7 +724,8 @@ def checked(value: Any) -> Event:
         if not isinstance(kind, str):
             raise ValueError("what must be a text")
     kind_of_event = known.get(kind, Unknown) if isinstance(kind, str) else Unknown
-    event: Event = msgspec.convert(value, kind_of_event, str_keys=True)
+    with ONE_AT_A_TIME:
+        event: Event = msgspec.convert(value, kind_of_event, str_keys=True)
     return event
 
 

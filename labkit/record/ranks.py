@@ -15,6 +15,7 @@ from typing import TypeVar
 from labkit.record.documents import Failure, Status
 from labkit.record.events import (
     Batch,
+    Called,
     Error,
     Input,
     Look,
@@ -92,6 +93,7 @@ class RankState:
     timelines: dict[int, Timeline] = field(default_factory=dict)
     memory_step: MemoryStep | None = None
     waiting: Waiting | None = None
+    called: Called | None = None
     silent: Silent | None = None
     not_finite: int | None = None
     saw: list[Seen] = field(default_factory=list)

@@ -88,6 +88,14 @@ def of_crash(dump: str) -> str:
     return "\n".join(reversed(frames))
 
 
+def in_collective(dump: str) -> str:
+    """The stack of a thread that Python started and that calls a collective in a dump of faulthandler; empty if there
+    is none."""
+    threads = re.split(r"^(?:Current thread|Thread) .*\n", dump, flags=re.MULTILINE)[1:]
+    found = (text for text in threads if "_bootstrap" in text and "/distributed/distributed_c10d.py" in text)
+    return "\n".join(reversed(next(found, "").strip().splitlines()))
+
+
 def error_in(line: str) -> tuple[str, str] | None:
     """Type and message of the last line of a traceback, such as `NameError: name 'x' is not defined`; None for any
     other line."""

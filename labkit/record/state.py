@@ -143,6 +143,7 @@ class RunState:
         rank.attempts.pop(rank.attempt, None)  # in the order of their first steps, whatever their numbers are
         rank.attempts[rank.attempt] = len(rank.steps)
         rank.started, rank.ended, rank.exit_code, rank.error, rank.activity = event.t, None, None, None, None
+        rank.called = None
         rank.waiting, rank.not_finite, rank.saw, rank.timelines, rank.left_at = None, None, [], {}, ""
         rank.tracked, rank.looks = None, []
         rank.began, rank.startup = event.began, {}
@@ -205,6 +206,9 @@ class RunState:
 
     def _on_waiting(self, event: events.Waiting) -> None:
         self._rank(event).waiting = _with_short_texts(event)
+
+    def _on_called(self, event: events.Called) -> None:
+        self._rank(event).called = _with_short_texts(event)
 
     def _on_going_on(self, event: events.GoingOn) -> None:
         self._rank(event).waiting = None
@@ -458,6 +462,7 @@ _HANDLERS: dict[type, Callable[[RunState, Any], None]] = {
     events.Timeline: RunState._on_timeline,
     events.MemoryStep: RunState._on_memory_step,
     events.Waiting: RunState._on_waiting,
+    events.Called: RunState._on_called,
     events.GoingOn: RunState._on_going_on,
     events.Silent: RunState._on_silent,
     events.Heard: RunState._on_heard,

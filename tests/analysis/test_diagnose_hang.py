@@ -6,12 +6,15 @@ import pytest
 from diagnosed import (
     CLOSED,
     GONE,
+    SITE,
     WATCHDOG,
     activity,
+    called,
     end,
     error,
     first,
     fold,
+    message,
     names,
     op,
     spec,
@@ -256,3 +259,138 @@ def test_ranks_at_one_line_in_different_collectives_have_a_second_thread():
     assert "another thread" in found.cause and "process_group=dist.new_group" in found.fix
     elsewhere = fold(spec(), start(0, 1), waiting(0, saving), waiting(1, gathering, at=(140, "save")))
     assert "a different branch" in first(elsewhere, "hang").cause
+
+
+# ---- messages
+
+
+@pytest.mark.parametrize(
+    ("messages", "title", "cause"),
+    [
+        (
+            [message("send", 1), message("send", 2), message("send", 0)],
+            "rank 0 waits to send to 1, 1 to 2, 2 to 0 at train.py:113 in train_step",
+            "nobody receives",
+        ),
+        (
+            [message("recv", 1), message("recv", 0)],
+            "rank 0 waits to receive from 1, 1 from 0 at train.py:113 in train_step",
+            "before it makes the call",
+        ),
+        (
+            [message("send", 1), message("recv", 2), message("send", 0)],
+            "rank 0 waits to send to 1, 1 receive from 2, 2 send to 0 at train.py:113 in train_step",
+            "before it makes the call",
+        ),
+    ],
+)
+def test_messages_in_a_circle(messages, title, cause):
+    stood = [waiting(rank, one) for rank, one in enumerate(messages)]
+    found = first(fold(spec(nproc=len(stood)), start(*range(len(stood))), stood), "hang")
+    assert found.title == title and cause in found.cause and "batch_isend_irecv" in found.fix
+
+
+def test_a_circle_is_known_when_the_first_rank_reports_it():
+    """Rank 2 has not waited long enough to report itself, and rank 1 neither."""
+    others = [called(1, ops=[message("send", 2)]), called(2, ops=[message("send", 0)])]
+    early = first(fold(spec(nproc=3), start(0, 1, 2), others, waiting(0, message("send", 1))), "hang")
+    late = [waiting(1, message("send", 2)), waiting(2, message("send", 0))]
+    all_report = first(fold(spec(nproc=3), start(0, 1, 2), others, waiting(0, message("send", 1)), late), "hang")
+    assert early == all_report
+
+
+@pytest.mark.parametrize("reporter", [0, 1])
+def test_whichever_of_two_collectives_is_reported_first_the_story_is_the_same(reporter):
+    stood = {0: op("all_reduce", 13), 1: op("all_gather", 13)}
+    told = [called(rank, ops=[one]) for rank, one in stood.items()]
+    early = first(fold(spec(), start(0, 1), told, waiting(reporter, stood[reporter])), "hang")
+    late = first(fold(spec(), start(0, 1), told, [waiting(rank, one) for rank, one in stood.items()]), "hang")
+    assert early == late and late.ranks == (1, 0)
+
+
+def test_a_message_and_a_collective_in_a_circle():
+    found = first(fold(spec(), start(0, 1), waiting(0, message("recv", 1)), waiting(1, op())), "hang")
+    assert found.title.startswith("rank 0 waits to receive from rank 1, rank 1 is in all_reduce #10")
+    assert "both before it, or both after it" in found.fix
+
+
+def test_a_message_whose_peer_is_elsewhere():
+    found = first(fold(spec(), start(0, 1), steps(1, 7), waiting(0, message("send", 1))), "hang")
+    assert found.title.endswith("; rank 1 has not received it") and found.ranks == (1, 0)
+    stood = [waiting(0, message("recv", 1)), waiting(1, at=(30, "load"))]
+    found = first(fold(spec(), start(0, 1), stood), "hang")
+    assert found.title.endswith("; rank 1 has not sent it") and "it is at train.py:30 in load" in found.fix
+
+
+def test_a_send_and_a_receive_with_different_tags():
+    stood = [waiting(0, message("send", 1, tag=5)), waiting(1, message("recv", 0, tag=7))]
+    found = first(fold(spec(), start(0, 1), stood), "hang")
+    assert "rank 1 waits to receive from rank 0 with tag 7" in found.title and "same tag" in found.fix
+
+
+def test_a_message_at_the_end_of_a_chain_is_named():
+    stood = [waiting(0, message("recv", 1)), waiting(1, message("recv", 2))]
+    found = first(fold(spec(nproc=3), start(0, 1, 2), steps(2, 7), stood), "hang")
+    assert found.title.startswith("rank 1 has waited") and found.ranks[0] == 2
+
+
+# ---- sequences of collectives
+
+LAST = ("barrier", 0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "cause"),
+    [
+        ([("all_reduce", 4, "Int")], [("all_reduce", 4, "Float")], "dtypes"),
+        ([("all_reduce", 4)], [("all_reduce", 8)], "sizes"),
+        ([("broadcast",), ("all_reduce",)], [("all_reduce",), ("broadcast",)], "different order"),
+        ([("broadcast",), ("all_reduce",)], [("all_reduce",), ("barrier",)], "did not make"),
+        ([("all_gather", 4, "Float", True)], [("broadcast",)], "another thread"),
+    ],
+)
+def test_collectives_that_paired_silently(one, other, cause):
+    """The first difference decides, whichever rank reports first."""
+    same = [("all_reduce", 16)] * 2
+    told = [called(0, *same, *one, LAST), called(1, *same, *other, LAST)]
+    stood = [waiting(0, op("barrier", 20)), waiting(1, at=(77, "save"), computed=0.0)]
+    both = first(fold(spec(), start(0, 1), told, stood), "hang")
+    assert "since call 3 of the default group: rank 0 " in both.title and cause in both.cause
+    alone = [first(fold(spec(), start(0, 1), told, event), "hang") for event in stood]
+    assert {(found.title, found.cause, found.fix) for found in alone} == {(both.title, both.cause, both.fix)}
+
+
+def test_the_rank_that_differs_from_the_majority_is_named():
+    told = [called(rank, ("all_reduce", 4, "Half" if rank == 1 else "Float"), LAST) for rank in range(3)]
+    found = first(fold(spec(nproc=3), start(0, 1, 2), told, waiting(0, op("barrier", 9, ranks=(0, 1, 2)))), "hang")
+    assert found.ranks[0] == 1 and "ranks 0, 2 all_reduce (4, Float), rank 1 all_reduce (4, Half)" in found.title
+
+
+def test_sequences_that_agree_as_far_as_both_are_known():
+    shorter = [called(0, ("broadcast",), LAST), called(1, LAST, ("all_reduce",), begin=2)]
+    found = first(fold(spec(), start(0, 1), shorter, waiting(0, op("barrier", 9))), "hang")
+    assert found.title.endswith("rank 1 never reached it")
+    assert names(fold(spec(), start(0, 1), called(0, ("broadcast",)), called(1, LAST))) == []  # nobody waits
+
+
+@pytest.mark.parametrize(
+    ("events", "fix"),
+    [
+        ([waiting(0, op()), waiting(1, op())], "firewall"),
+        ([waiting(0, op()), waiting(1, at=(30, "load"))], "line of that rank"),
+        ([waiting(0, op())], "longer"),
+        ([waiting(0, op()), activity(1, "evaluating")], "evaluate on every rank"),
+        ([waiting(0, phase="data"), waiting(1, phase="data")], "num_workers=0"),
+        ([waiting(0, stack=stack(3, "init_process_group"))], "MASTER_ADDR"),
+    ],
+)
+def test_the_fix_follows_the_cause(events, fix):
+    assert fix in first(fold(spec(), start(0, 1), events), "hang").fix
+
+
+def test_a_sharded_model_that_is_called_different_numbers_of_times():
+    inside = (
+        stack(32, "main") + f'\n  File "{SITE}/fsdp/_fully_shard/_fsdp_collectives.py", line 9, in foreach_all_gather'
+    )
+    stood = [waiting(0, op("all_reduce", 13)), waiting(1, op("all_gather", 13), stack=inside)]
+    assert "equally often" in first(fold(spec(), start(0, 1), stood), "hang").fix

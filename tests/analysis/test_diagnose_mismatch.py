@@ -124,6 +124,16 @@ def test_a_mismatch_by_the_words_of_the_backend(words):
     assert found.ranks == (0, 1) and found.title.endswith("at train.py:139 in disturb") and words[:60] in found.evidence
 
 
+def test_a_mismatch_with_another_thread_in_a_collective():
+    """As async_save on the default group, where gloo ends the process."""
+    state = fold(spec(), start(0, 1), status("failed", rank0=(-6, UNLIKE), rank1=-15))
+    assert "process_group=" not in first(state, "mismatch").fix
+    ended = status("failed", rank0=(-6, UNLIKE))
+    ended["status"]["failures"]["0"]["beside"] = "…/distributed_c10d.py"
+    found = findings(fold(spec(), start(0, 1), ended))
+    assert "process_group=dist.new_group" in found[0].fix and "gloo ended the process" in found[1].cause
+
+
 def test_a_mismatch_by_what_the_ranks_were_in():
     state = fold(
         spec(), start(0, 1), error(0, GONE, ops=[op()]), error(1, GONE, ops=[op("barrier", sizes=())]), status("failed")

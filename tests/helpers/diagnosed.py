@@ -165,6 +165,23 @@ def op(
     }
 
 
+def message(name: str, peer: int, tag: int = 0) -> dict:
+    """A send to, or a receive from, another rank."""
+    return {"op": name, "group": "default_pg", "id": "0", "peer": peer, "tag": tag, "sizes": [[4]]}
+
+
+def called(rank: int, *calls: tuple, begin: int = 1, ops=(), **fields) -> dict:
+    """The collectives of a rank: (op, size, dtype, whether another thread called), or less of these."""
+    kinds = [_kind(*call) for call in calls]
+    group = {"group": "default_pg", "id": "0", "ranks": [0, 1, 2], "first": begin, "kinds": kinds}
+    group["calls"] = list(range(len(kinds)))
+    return waiting(rank, *ops, **fields) | {"kind": "called", "groups": [group]}
+
+
+def _kind(op: str, size: int = 4, dtype: str = "Float", thread: bool = False) -> dict:
+    return {"op": op, "sizes": [[size]], "dtypes": [dtype], "thread": thread}
+
+
 def waiting(rank: int, *ops: dict, computed=0.0, at=(113, "train_step"), step: int = 4, **fields) -> dict:
     told = {
         "since": 100.0,

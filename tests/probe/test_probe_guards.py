@@ -171,6 +171,18 @@ def test_a_rank_that_compiles_an_extension_does_not_hang_before_a_quarter_of_an_
         assert ("waiting" in kinds) == waits
 
 
+@pytest.mark.parametrize("seconds", [3, 10, 60])
+def test_a_rank_waits_after_the_given_seconds_also_before_its_first_step(tmp_path, seconds):
+    for idle, kinds in ((seconds - 2, []), (seconds - 0.9, ["called"]), (seconds, ["called", "waiting"])):
+        run = tmp_path / str(idle)
+        (run / "stacks").mkdir(parents=True)
+        watch = StepWatch(journal := Journal(run, 0))
+        waits = WaitWatch(journal, watch, seconds)
+        watch.progress = waits._progress = time.monotonic() - idle
+        waits._look()
+        assert [event["kind"] for event in events_in(run / "events" / "rank0.jsonl")] == kinds
+
+
 def test_no_frame_is_held_while_the_memory_of_a_step_is_profiled(tmp_path):
     """A stored frame would keep the tensors of a returned function, and free them unseen by the profiler."""
     journal, frames = Journal(tmp_path, 0), []

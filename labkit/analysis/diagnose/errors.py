@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.finding import Finding, one_of, shorter, texts
-from labkit.analysis.diagnose.hang import hang, on_hosts
+from labkit.analysis.diagnose.hang import MISMATCH, hang, on_hosts
 from labkit.analysis.diagnose.known_errors import KNOWN_ERRORS, KnownError
 from labkit.common.units import counted, ranks_in_words, size
 from labkit.record.ranks import PEER_GONE
@@ -237,6 +237,8 @@ def _cause(state: RunState, failure: Failure) -> str:
             ", or by the kernel because memory ran out (dmesg shows that)" if state.status.oom_kills is None else ""
         )
         return f"the process was killed from outside: by a person or a scheduler{unknown}"
+    if MISMATCH.search(failure.message):
+        return "gloo ended the process, because it received data of another collective"
     if str(failure.type).startswith("SIG"):
         return "native code, such as a C extension or a driver, crashed the process"
     several = len(failure.alike) > 1

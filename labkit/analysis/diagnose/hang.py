@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from labkit.analysis.diagnose.finding import Finding
@@ -14,7 +15,7 @@ from labkit.record.stacks import place
 
 if TYPE_CHECKING:
     from labkit.record.documents import Failure
-    from labkit.record.events import Silent, Waiting
+    from labkit.record.events import CallKind, Collective, Sequence, Silent, Waiting
     from labkit.record.ranks import RankState
     from labkit.record.state import RunState
 
@@ -46,11 +47,35 @@ def waiting(state: RunState) -> dict[int, Waiting]:
 
 
 def held(state: RunState) -> dict[int, Waiting]:
-    """By rank the newest `waiting` event of each rank that has made no progress since, even if it computes."""
+    """By rank the newest `waiting` event of each rank that has made no progress since, even if it computes; also where
+    a rank was that has not waited long enough to report itself, if it needs one of those that have.
+    """
     if state.status.state == "finished":
         return {}
-    ranks = (rank for _, rank in sorted(state.ranks.items()))
-    return {rank.rank: rank.waiting for rank in ranks if rank.waiting and rank.exit_code != 0 and not _went_on(rank)}
+    ranks = {number: rank for number, rank in sorted(state.ranks.items()) if rank.exit_code != 0}
+    found = {
+        number: rank.waiting for number, rank in ranks.items() if rank.waiting and not _went_on(rank, rank.waiting)
+    }
+    before = -1
+    while before < len(found):
+        before = len(found)
+        for number, rank in ranks.items():
+            if number not in found and rank.called and not _went_on(rank, rank.called) and _needs(rank.called, found):
+                found[number] = rank.called
+    return dict(sorted(found.items()))
+
+
+def _needs(event: Waiting, others: Mapping[int, Waiting]) -> bool:
+    """Whether a rank is in a message or collective that cannot complete while one of the others waits elsewhere."""
+    message, op = message_of(event), first_pending(event)
+    if message is not None:
+        return message.peer in others
+    return op is not None and any(one in others and not _has_called(others[one], op) for one in op["ranks"])
+
+
+def _has_called(event: Waiting, op: Call) -> bool:
+    calls = (one for one in operations(event) if group_of(one) == group_of(op))
+    return any(one["seq"] > op["seq"] or same(one, op) for one in calls)
 
 
 def silent(state: RunState) -> dict[int, Silent]:
@@ -85,14 +110,16 @@ def gone(state: RunState) -> tuple[int, ...]:
     return tuple(number for number in sorted(ended) if number in state.ranks and state.ranks[number].exit_code is None)
 
 
-def _went_on(rank: RankState) -> bool:
-    since = rank.waiting.step if rank.waiting else None
+def _went_on(rank: RankState, event: Waiting) -> bool:
+    since = event.step
     return isinstance(since, int) and len(rank.steps) > rank.first_step and rank.steps.step[-1] > since
 
 
 def _is_in_collective(event: Waiting) -> bool:
     computed = event.computed
-    return first_pending(event) is not None or (computed is not None and computed < IDLE)
+    return (
+        first_pending(event) is not None or message_of(event) is not None or (computed is not None and computed < IDLE)
+    )
 
 
 # ---- collectives
@@ -125,6 +152,16 @@ def operations(event: Waiting | Error) -> list[Call]:
         for op in event.ops or ()
         if (seq := op.seq) is not None and (group := op.group)
     ]
+
+
+def message_of(event: Waiting | Error) -> Collective | None:
+    """The send or receive that a rank waits for; None if it waits for none, or receives from any rank."""
+    return next((op for op in event.ops or () if op.peer is not None and not op.over), None)
+
+
+def messages_of(events: Mapping[int, Waiting]) -> dict[int, Collective]:
+    """By rank the send or receive that it waits for; other ranks are left out."""
+    return {number: op for number, event in events.items() if (op := message_of(event)) is not None}
 
 
 def place_of(event: Waiting | Error) -> str:
@@ -163,6 +200,11 @@ def in_words(op: Call) -> str:
     return f"{op['op']} #{op['seq']}" + (f" ({shapes})" if shapes else "")
 
 
+def named(op: Call) -> str:
+    """`all_reduce #10`, without shapes."""
+    return in_words({**op, "sizes": []})
+
+
 def group_in_words(op: Call) -> str:
     """`the default group`, `group "tp" of ranks 0, 1`; a group without a description has its number."""
     if op["group"] == "default_pg":
@@ -174,6 +216,8 @@ def group_in_words(op: Call) -> str:
 def where(event: Waiting, op: Call | None) -> str:
     """`in all_reduce #10 (4) at train.py:88 in step, 12 steps done`."""
     at = place(event.stack) or event.phase or "an unknown line"
+    if (message := message_of(event)) is not None:
+        return f"waits to {_message_in_words(message)} at {at}, {event.step} steps done"
     return (f"in {in_words(op)} at {at}" if op else f"in no collective, at {at}") + f", {event.step} steps done"
 
 
@@ -210,24 +254,38 @@ def pending_operations(events: Mapping[int, Waiting]) -> dict[int, Call]:
 
 
 def crossing(events: Mapping[int, Waiting]) -> list[int]:
-    """Ranks that wait for each other in a circle, each in a collective of a different group than the next; empty if
-    there are none.
+    """Ranks that wait for each other in a circle, each in a collective of a different group than the next, or for a
+    message; empty if there are none.
 
-    A rank waits for those ranks of its collective that are in a collective of a different group and have not completed
-    this one.
+    A rank in a collective waits for those of its ranks that wait for something else and have not completed this one. A
+    rank that sends or receives waits for its peer, unless the peer does the opposite.
     """
-    pending = pending_operations(events)
+    messages = messages_of(events)
+    pending = {number: op for number, op in pending_operations(events).items() if number not in messages}
     completed = {number: [op for op in operations(event) if op["over"]] for number, event in events.items()}
 
     def has_completed(other: int, op: Call) -> bool:
         return any(group_of(one) == group_of(op) and one["seq"] >= op["seq"] for one in completed[other])
 
-    def waits_for(number: int) -> list[int]:
-        op = pending[number]
-        elsewhere = (other for other in op["ranks"] if other in pending and group_of(pending[other]) != group_of(op))
-        return [other for other in elsewhere if not has_completed(other, op)]
+    def is_elsewhere(other: int, op: Call) -> bool:
+        return other in messages or (other in pending and group_of(pending[other]) != group_of(op))
 
-    return _circle({number: waits_for(number) for number in sorted(pending)})
+    def waits_for(number: int) -> list[int]:
+        if number in messages:
+            peer = messages[number].peer
+            waits = peer in pending or (peer in messages and not meet(messages, number))
+            return [peer] if peer is not None and waits else []
+        op = pending[number]
+        return [other for other in op["ranks"] if is_elsewhere(other, op) and not has_completed(other, op)]
+
+    return _circle({number: waits_for(number) for number in sorted({*messages, *pending})})
+
+
+def meet(messages: Mapping[int, Collective], number: int) -> bool:
+    """Whether the peer of a rank's message does the opposite: one sends to the other, which receives from it."""
+    one = messages[number]
+    other = messages.get(-1 if one.peer is None else one.peer)
+    return other is not None and other.peer == number and other.op != one.op
 
 
 def _circle(following: Mapping[int, list[int]]) -> list[int]:
@@ -251,6 +309,135 @@ def _circle(following: Mapping[int, list[int]]) -> list[int]:
     return []
 
 
+# ---- sequences of collectives
+
+
+ALIKE = ("all_reduce", "reduce", "broadcast")  # operations whose input has the same shape on every rank
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The first call of a group that differs between ranks: its `number` there, what it was `by_rank`, the ranks that
+    differ from the majority (`odd`; all of them if there is none), and `how` they differ: a key of `APART`."""
+
+    number: int
+    group: str
+    by_rank: dict[int, CallKind]
+    odd: tuple[int, ...]
+    how: str
+
+    @property
+    def in_words(self) -> str:
+        """`call 3 of the default group: rank 0 broadcast (4, Float), rank 1 all_reduce (4, Float)`."""
+        calls: dict[str, list[int]] = {}
+        for rank, kind in self.by_rank.items():
+            calls.setdefault(_kind_in_words(kind), []).append(rank)
+        each = (f"{ranks_in_words(ranks)} {words}" for words, ranks in calls.items())
+        return f"call {self.number} of {self.group}: {', '.join(each)}"
+
+
+# Cause and fix of sequences that part, by how they do.
+APART = {
+    "thread": (
+        "another thread of the ranks also uses this group, such as that of async_save, and the calls of two threads"
+        " have no common order",
+        "give the thread a process group of its own, as in async_save(…, process_group=dist.new_group(backend='gloo'))",
+    ),
+    "dtype": (
+        "the ranks called the same operation with tensors of different dtypes, whose bytes are then read as another"
+        " type",
+        "convert the tensor to one dtype on every rank before that line: look for autocast, .half() or an integer on"
+        " one of the ranks",
+    ),
+    "size": (
+        "the ranks called the same operation with tensors of different sizes",
+        "give the tensor one size on every rank: drop or pad a smaller last batch, or exchange sizes with all_gather"
+        " first and pad",
+    ),
+    "order": (
+        "the ranks made the same calls in a different order; calls are matched only by their order",
+        "make these calls in one order on every rank: look for a branch on the rank, or for a set, a dict or a list of"
+        " files whose order differs; sort it",
+    ),
+    "extra": (
+        "one side made a call that the other side did not make, and every later call was matched with the wrong one",
+        "make that call on every rank or on none: look for an `if rank ==`, a shorter loop or a caught exception around"
+        " it",
+    ),
+    "branch": (
+        "calls are matched only by their order: the ranks took different branches before this one",
+        "make the same calls on every rank: look for what depends on the rank before these lines",
+    ),
+}
+
+
+def apart(state: RunState) -> Apart | None:
+    """Where the sequences of the ranks part first, of the group that was in use longest; None if they agree as far as
+    they are known. Later calls change nothing about it.
+    """
+    groups: dict[tuple[Any, ...], dict[int, Sequence]] = {}
+    for number, rank in sorted(state.ranks.items()):
+        for one in rank.called.groups if rank.called else ():
+            groups.setdefault((one.group, one.id, tuple(one.ranks)), {})[number] = one
+    found = (_parts(ranks) for ranks in groups.values() if len(ranks) > 1)
+    return next((one for one in found if one is not None), None)
+
+
+def _parts(sequences: Mapping[int, Sequence]) -> Apart | None:
+    begin = max(one.first for one in sequences.values())
+    for number in range(begin, max(one.first + len(one.calls) for one in sequences.values())):
+        kinds = {rank: kind for rank, one in sequences.items() if (kind := _call(one, number)) is not None}
+        common = [
+            rank for rank, kind in kinds.items() if sum(_alike(kind, one) for one in kinds.values()) * 2 > len(kinds)
+        ]
+        if len(common) == len(kinds):
+            continue
+        odd = tuple(rank for rank in kinds if rank not in common)
+        one = next(iter(sequences.values()))
+        call: Call = {
+            "op": "",
+            "over": True,
+            "group": one.group,
+            "id": one.id,
+            "ranks": tuple(one.ranks),
+            "seq": 0,
+            "sizes": [],
+        }
+        return Apart(number, group_in_words(call), kinds, odd, _how(sequences, kinds, number))
+    return None
+
+
+def _how(sequences: Mapping[int, Sequence], kinds: Mapping[int, CallKind], number: int) -> str:
+    first = min(kinds)
+    other = next(rank for rank in kinds if not _alike(kinds[rank], kinds[first]))
+    one, two = kinds[first], kinds[other]
+    if len({kind.thread for kind in kinds.values()}) > 1:
+        return "thread"
+    later, earlier = _call(sequences[first], number + 1), _call(sequences[other], number + 1)
+    skips = later is not None and _alike(later, two), earlier is not None and _alike(earlier, one)
+    rest = range(number + 1, number + 1 + max(map(len, (each.calls for each in sequences.values()))))
+    after = ((_call(sequences[first], each), _call(sequences[other], each)) for each in rest)
+    if one.op == two.op and all(left is None or right is None or _alike(left, right) for left, right in after):
+        return "size" if one.dtypes == two.dtypes else "dtype"
+    return "order" if all(skips) else "extra" if any(skips) else "branch"
+
+
+def _call(sequence: Sequence, number: int) -> CallKind | None:
+    index = number - sequence.first
+    return sequence.kinds[sequence.calls[index]] if 0 <= index < len(sequence.calls) else None
+
+
+def _alike(one: CallKind, other: CallKind) -> bool:
+    alike = one.op not in ALIKE or (one.sizes == other.sizes and one.dtypes == other.dtypes)
+    return one.op == other.op and alike
+
+
+def _kind_in_words(kind: CallKind) -> str:
+    shapes = " and ".join("×".join(map(str, shape)) or "scalar" for shape in kind.sizes)
+    inside = ", ".join(filter(None, (shapes, " and ".join(dict.fromkeys(kind.dtypes)))))
+    return kind.op + (f" ({inside})" if inside else "")
+
+
 # ---- runs that make no progress
 
 
@@ -259,7 +446,7 @@ def hang(state: RunState) -> Iterator[Finding]:
     failure = state.failure
     if failure is not None and failure.traceback and not blames_peers(failure):
         return
-    found = _silent(state) or _crossed(state) or _waits(state)
+    found = _silent(state) or _parted(state) or _crossed(state) or _unanswered(state) or _waits(state)
     if found is not None:
         yield found
 
@@ -352,7 +539,7 @@ def _others_wait(others: Mapping[int, Waiting]) -> str:
     first = min(pending or others)
     at = place(others[first].stack)
     op = pending.get(first)
-    inside = " in " + in_words({**op, "sizes": []}) if op else ""
+    inside = " in " + named(op) if op else ""
     return f"; {ranks_in_words(others)} wait{'s' if len(others) == 1 else ''}{inside}" + (f" ({at})" if at else "")
 
 
@@ -362,26 +549,136 @@ def _crossed(state: RunState) -> Finding | None:
     circle = crossing(held_up)
     if not circle:
         return None
+    messages = messages_of(held_up)
     pending = pending_operations(held_up)
-    inside = [
-        f"rank {number} is in {in_words({**pending[number], 'sizes': []})} of {group_in_words(pending[number])}"
-        for number in circle
-    ]
+    if all(number in messages for number in circle):
+        title = _chain(circle, messages) + _common_place(held_up[number] for number in circle)
+        cause, fix = _ONLY_SEND if all(messages[number].op == "send" for number in circle) else _RING
+    else:
+        inside = [
+            f"rank {number} waits to {_message_in_words(messages[number])}"
+            if number in messages
+            else f"rank {number} is in {named(pending[number])} of {group_in_words(pending[number])}"
+            for number in circle
+        ]
+        title = ", ".join(inside) + ("; each waits for the other" if len(circle) == 2 else "; each waits for the next")
+        cause, fix = _CROSSED if not messages.keys() & set(circle) else _MESSAGE_AND_COLLECTIVE
     return Finding(
         name="hang",
         kind="wrong",
-        title=", ".join(inside) + ("; each waits for the other" if len(circle) == 2 else "; each waits for the next"),
+        title=title,
         evidence=f"no progress for {_seconds(held_up.values()):.0f} s; " + "; ".join(_described(held_up)),
-        cause=(
-            "these ranks call collectives of several process groups in different orders: a collective completes "
-            "only when every rank in its group calls it, and each of these ranks is blocked in another group first"
-        ),
-        fix="stop the run; call the collectives of these groups in the same order on every rank",
+        cause=cause,
+        fix=fix,
         ranks=(*circle, *(number for number in held_up if number not in circle)),
     )
 
 
+def _chain(circle: Iterable[int], messages: Mapping[int, Collective]) -> str:
+    """`rank 0 waits to send to 1, 1 to 2, 2 to 0`; the operation is repeated where it changes."""
+    words: list[str] = []
+    before = ""
+    for number in circle:
+        op = messages[number]
+        doing = "" if op.op == before else ("send " if op.op == "send" else "receive ")
+        start = f"rank {number} waits to" if not words else f"{number}"
+        words.append(f"{start} {doing}{'to' if op.op == 'send' else 'from'} {op.peer}")
+        before = op.op
+    return ", ".join(words)
+
+
+def _message_in_words(op: Collective) -> str:
+    way = "send to" if op.op == "send" else "receive from"
+    return f"{way} rank {op.peer}" + (f" with tag {op.tag}" if op.tag else "")
+
+
+def _parted(state: RunState) -> Finding | None:
+    """Ranks that wait because earlier collectives did not match, which paired silently."""
+    held_up = waiting(state)
+    parts = apart(state) if held_up else None
+    newest = [op["seq"] for op in pending_operations(held_up).values()]
+    if parts is None or (newest and parts.number >= min(newest) and parts.how in ("extra", "branch")):
+        return None  # the collective in which they wait is the first that differs
+    cause, fix = APART[parts.how]
+    others = (rank for rank in (*parts.by_rank, *held_up) if rank not in parts.odd)
+    return Finding(
+        name="hang",
+        kind="wrong",
+        title=f"the ranks' collectives do not match since {parts.in_words}",
+        evidence=f"no progress for {_seconds(held_up.values()):.0f} s; " + "; ".join(_described(held_up)),
+        cause=cause,
+        fix="stop the run; " + fix,
+        ranks=(*parts.odd, *dict.fromkeys(others)),
+    )
+
+
+def _unanswered(state: RunState) -> Finding | None:
+    """A message whose peer does not take part: it is elsewhere, or gives another tag."""
+    held_up = waiting(state)
+    messages = messages_of(held_up)
+    apart = [
+        number
+        for number, op in messages.items()
+        if op.peer not in held_up
+        or (op.peer not in messages and first_pending(held_up[op.peer]) is None)
+        or (meet(messages, number) and op.tag != messages[op.peer].tag)
+    ]
+    if not apart:
+        return None
+    number = apart[0]
+    op = messages[number]
+    peer = int(op.peer or 0)
+    other = messages.get(peer)
+    title = (
+        f"rank {number} has waited for {_seconds([held_up[number]]):.0f} s to {_message_in_words(op)}"
+        f"{_common_place([held_up[number]])}; "
+    )
+    if other is not None:
+        title += f"rank {peer} waits to {_message_in_words(other)}"
+        cause = "a send and a receive meet only if both name each other and the same tag"
+        fix = "stop the run; give both calls the same tag, and call them in the same order on both ranks"
+    else:
+        opposite = "received" if op.op == "send" else "sent"
+        title += f"rank {peer}{on_hosts(state, [peer])} has not {opposite} it"
+        cause = f"a {op.op} blocks until its peer has {opposite}: rank {peer} has not reached that call"
+        at = place_of(held_up[peer]) if peer in held_up else ""
+        fix = (
+            f"stop the run; see why rank {peer} does not come to its {'recv' if op.op == 'send' else 'send'}"
+            + (f" (it is at {at})" if at else "")
+            + ": a loop of another length, a branch on the rank, or a wrong peer in one of the two calls"
+        )
+    away = [] if peer in held_up else [f"rank {peer}: {last_seen(state, peer)}"]
+    return Finding(
+        name="hang",
+        kind="wrong",
+        title=title,
+        evidence="; ".join([*_described(held_up), *away]),
+        cause=cause,
+        fix=fix,
+        ranks=(peer, *(one for one in held_up if one != peer)),
+    )
+
+
 # Cause and fix of ranks that wait.
+_ONLY_SEND = (
+    "each of these ranks sends before it receives: a send blocks until its peer receives, and nobody receives",
+    "stop the run; pass the sends and receives of one exchange together to torch.distributed.batch_isend_irecv and wait"
+    " for all of them, or let even ranks send first and odd ranks receive first",
+)
+_RING = (
+    "each of these ranks waits for a message of the next before it makes the call that the one before waits for",
+    "stop the run; pass the sends and receives of one exchange together to torch.distributed.batch_isend_irecv and wait"
+    " for all of them, or let even ranks send first and odd ranks receive first, so that each send meets a receive",
+)
+_CROSSED = (
+    "these ranks call collectives of several process groups in different orders: a collective completes only when every"
+    " rank in its group calls it, and each of these ranks is blocked in another group first",
+    "stop the run; call the collectives of these groups in the same order on every rank",
+)
+_MESSAGE_AND_COLLECTIVE = (
+    "one rank waits in a collective, another for a message, and each needs the other one to go on first",
+    "stop the run; move the message to the same side of the collective on both ranks: both before it, or both after it",
+)
 _NOT_CALLED = (
     "a collective completes only when every rank in its group calls it: a rank that takes a different branch blocks the"
     " others",
@@ -392,6 +689,47 @@ _INTERLEAVED = (
     " group, such as that of async_save, and the calls of two threads have no common order",
     "stop the run; give the thread a process group of its own, as in async_save(…,"
     " process_group=dist.new_group(backend='gloo')); without such a thread, look for ranks whose models differ",
+)
+_SHARDED = (
+    "a forward or backward of a sharded model gathers its parameters from every rank: these ranks call the model"
+    " different numbers of times, such as for answers of different lengths in a generation",
+    "stop the run; call the model equally often on every rank: go on with a dummy input until all ranks are done"
+    " (generate(…, synced_gpus=True)), or gather the parameters once before the loop (summon_full_params, unshard)",
+)
+_ALL_THERE = (
+    "every rank of the group has called it, with the same operation, and it does not complete: the ranks do not reach"
+    " each other, or a device does not answer",
+    "stop the run; run again with NCCL_DEBUG=INFO, or TORCH_DISTRIBUTED_DEBUG=INFO on gloo; check the interface that is"
+    " used (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME) and the firewall; on one machine try NCCL_P2P_DISABLE=1",
+)
+_NOT_STARTED = (
+    "a collective completes only when every rank of its group calls it, and a rank has not started",
+    "stop the run; read the log of that rank, and check that as many processes are started as WORLD_SIZE says",
+)
+_EVALUATES = (
+    "a collective completes only when every rank of its group calls it, and a rank still evaluates",
+    "stop the run; evaluate on every rank, each on its part, or let all ranks wait for the evaluation with"
+    " dist.barrier() and a timeout= of init_process_group that is longer than it",
+)
+_ELSEWHERE = (
+    "a collective completes only when every rank of its group calls it, and a rank is in no collective: it waits for"
+    " something else at its line, such as data, a file, a lock or a process",
+    "stop the run; look at the line of that rank: let it not wait there, or let all ranks wait there",
+)
+_STILL_RUNS = (
+    "a collective completes only when every rank of its group calls it, and a rank still computes or trains: it has"
+    " more or slower work, or took a branch without this call",
+    "if that rank only needs longer, wait, and give it equal work or raise --hang-after; otherwise stop the run and"
+    " call the collective on every rank",
+)
+_DATA = (
+    "the rank waits for its next batch: a worker of the DataLoader is stuck or has died, or storage does not answer",
+    "stop the run; try num_workers=0, which shows the error of a worker, or a timeout= of the DataLoader",
+)
+_MEETING = (
+    "the ranks have not met: init_process_group waits until WORLD_SIZE processes have connected to rank 0",
+    "stop the run; start every rank, with one MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and call init_process_group on"
+    " each; on several hosts check that they reach the address of rank 0",
 )
 _NOTHING_PENDING = (
     "no collective is pending: the rank waits for data, a file, a lock, a message from another stage, or ranks that did"
@@ -427,7 +765,7 @@ def _waits(state: RunState) -> Finding | None:
         everyone = "; all ranks of its group have reached it" if first["ranks"] else ""
         missing = f"; {ranks_in_words(absent)}{on_hosts(state, absent)} never reached it"
         title += missing if absent else everyone
-    cause, fix = _NOTHING_PENDING if not pending else _INTERLEAVED if _interleaved(held_up) else _NOT_CALLED
+    cause, fix = _nothing_pending(held_up.values()) if not pending else _not_reached(state, held_up, absent)
     described = [
         *_described(held_up),
         *(f"rank {number}: {last_seen(state, number)}" for number in absent if number not in held_up),
@@ -441,6 +779,37 @@ def _waits(state: RunState) -> Finding | None:
         fix=fix,
         ranks=(*absent, *(number for number in held_up if number not in absent)),
     )
+
+
+def _nothing_pending(events: Iterable[Waiting]) -> tuple[str, str]:
+    """Cause and fix of ranks that wait outside of collectives, by where they are."""
+    if all("in init_process_group" in event.stack or "in rendezvous" in event.stack for event in events):
+        return _MEETING
+    return _DATA if all(event.phase == "data" for event in events) else _NOTHING_PENDING
+
+
+def _not_reached(state: RunState, held_up: Mapping[int, Waiting], absent: Iterable[int]) -> tuple[str, str]:
+    """Cause and fix of ranks that wait in a collective, by where the `absent` ranks are."""
+    away = [number for number in absent if number not in held_up]
+    parts = apart(state)
+    if _interleaved(held_up) and (parts is None or parts.how == "thread"):
+        return _INTERLEAVED
+    if is_sharded(held_up):
+        return _SHARDED
+    if not absent:
+        return _ALL_THERE if all(first_pending(event) for event in held_up.values()) else _NOT_CALLED
+    if any(number not in state.ranks for number in away):
+        return _NOT_STARTED if not on_hosts(state, away) else _NOT_CALLED
+    if away:
+        return _EVALUATES if all(state.ranks[one].activity == "evaluating" for one in away) else _STILL_RUNS
+    return _NOT_CALLED if all(first_pending(held_up[number]) for number in absent) else _ELSEWHERE
+
+
+def is_sharded(held_up: Mapping[int, Waiting]) -> bool:
+    """Whether ranks wait in different collectives, and one of them in a gathering or reduction of a sharded model."""
+    pending = pending_operations(held_up)
+    differ = len({(group_of(op), op["op"], op["seq"]) for op in pending.values()}) > 1
+    return differ and any("/distributed/fsdp/" in held_up[number].stack for number in pending)
 
 
 def _awaited(pending: Mapping[int, Call]) -> tuple[Call, tuple[int, ...]]:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.diagnose.finding import Finding, one_of, shorter, texts
 from labkit.analysis.diagnose.hang import (
+    ALIKE,
+    APART,
     MISMATCH,
     Call,
+    apart,
     blames_peers,
     failed_in,
     first_pending,
@@ -30,8 +33,6 @@ from labkit.record.stacks import place
 if TYPE_CHECKING:
     from labkit.record.ranks import RankState
     from labkit.record.state import RunState
-
-_ALIKE = ("all_reduce", "reduce", "broadcast")  # operations whose input has the same shape on every rank
 
 
 def uneven_inputs(state: RunState) -> Iterator[Finding]:
@@ -97,6 +98,19 @@ def evaluation_on_one_rank(state: RunState) -> Iterator[Finding]:
     )
 
 
+_ANY = (
+    "collectives are matched only by their order: operation, shape and dtype must be the same on every rank",
+    "remove what depends on the rank at that line: a shape, an `if rank ==`, a smaller last batch; if none is visible,"
+    " run again with TORCH_DISTRIBUTED_DEBUG=DETAIL, which reports the first mismatch",
+)
+_IN_A_THREAD = APART["thread"]
+
+
+def _in_a_thread(state: RunState) -> bool:
+    """Whether a rank died while another thread than the one that trains was in a collective."""
+    return any(failed.beside for failed in (state.status.failures or {}).values())
+
+
 def mismatch(state: RunState) -> Iterator[Finding]:
     """Collectives that do not match: one failed, or all ranks block in it because their shapes differ."""
     failed, waits = state.failure is not None, waiting(state)
@@ -106,20 +120,21 @@ def mismatch(state: RunState) -> Iterator[Finding]:
     events = {
         rank.rank: event for rank in state.ranks.values() if (event := rank.error or waits.get(rank.rank)) is not None
     }
-    apart = _apart({number: operations(event) for number, event in events.items()}, different_ops=failed)
-    if reported is None and apart is None:
+    differ = _apart({number: operations(event) for number, event in events.items()}, different_ops=failed)
+    if reported is None and differ is None:
         return
+    parts = apart(state)
+    cause, fix = APART[parts.how] if parts else _IN_A_THREAD if _in_a_thread(state) else _ANY
     where = next(filter(None, map(place_of, events.values())), "")
     yield Finding(
         name="mismatch",
         kind="wrong",
         title="the ranks called mismatched collectives" + (f" at {where}" if where else ""),
-        evidence="; ".join(filter(None, (apart, shorter(reported[1]) if reported else ""))),
-        cause="collectives are matched only by their order: operation, shape and dtype must be the same on every rank",
-        fix=(
-            "remove what depends on the rank at that line: a shape, an `if rank ==`, a smaller last batch; if none is "
-            "visible, run again with TORCH_DISTRIBUTED_DEBUG=DETAIL, which reports the first mismatch"
+        evidence="; ".join(
+            filter(None, (parts.in_words if parts else differ, shorter(reported[1]) if reported else ""))
         ),
+        cause=cause,
+        fix=fix,
         ranks=tuple(sorted(state.ranks)),
     )
 
@@ -184,6 +199,6 @@ def _apart(ops: Mapping[int, list[Call]], different_ops: bool) -> str | None:
         for op in those:
             before, first = known.setdefault((*group_of(op), op["seq"]), (rank, op))
             same = first["op"] == op["op"]
-            if (same and op["op"] in _ALIKE and first["sizes"] != op["sizes"]) or (different_ops and not same):
+            if (same and op["op"] in ALIKE and first["sizes"] != op["sizes"]) or (different_ops and not same):
                 return f"rank {before} was in {in_words(first)}, rank {rank} in {in_words(op)}"
     return None
