@@ -188,7 +188,7 @@ class Beats:
 # ---- what the nodes of a run on several tell each other when their ranks have met
 
 
-_HOSTS_PATIENCE = timedelta(seconds=30)  # for the other ranks, which have met this one already
+_MEETING_PATIENCE = timedelta(seconds=30)  # for the other ranks, which have met this one already
 
 
 class NodesDiffer(SystemExit):
@@ -204,7 +204,7 @@ def exchange(journal: Journal) -> None:
     """
     if not os.environ.get("LABKIT_LOGS") or "MASTER_ADDR" not in os.environ:
         return
-    store = connected(_HOSTS_PATIENCE)
+    store = connected(_MEETING_PATIENCE)
     store.set(f"labkit/beat/{os.environ.get('GROUP_RANK', '0')}", "0")
     store.set(f"labkit/rank/{os.environ['RANK']}", json.dumps(_facts()))
     if os.environ.get("LOCAL_RANK") != "0":

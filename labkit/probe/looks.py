@@ -82,6 +82,9 @@ class Looks:
         self._new_order = False
         self._step: dict[str, Any] = {}
         self._gradients: Any = None
+        self._clipped: tuple[torch.Tensor, torch.Tensor] | None = (
+            None  # sums of gradients after backward, and before step()
+        )
         self._weights: list[float | None] = []
 
     @property
@@ -160,10 +163,10 @@ class Looks:
             for number, (*_, one) in enumerate(tensors)
             if id(one) in updated and one.requires_grad and one.grad is None and _is_read(one)
         ]
-        if self._gradients is not None and "_clipped" not in self._step and not self._watch.memory_is_profiled:
+        if self._gradients is not None and self._clipped is None and not self._watch.memory_is_profiled:
             now = self._sums([one.grad for one in with_gradient])
             if now is not None and len(now) == len(self._gradients):
-                self._step["_clipped"] = (self._gradients, now)
+                self._clipped = self._gradients, now
 
     # ---- between steps
 
@@ -205,8 +208,9 @@ class Looks:
 
     def _write(self, step: int, tensors: list[Any], end: bool = False) -> None:
         self._track(tensors)
-        fields = {} if end or not step else dict(self._step)
-        clipped = fields.pop("_clipped", None)
+        in_step = step and not end
+        fields = dict(self._step) if in_step else {}
+        clipped = self._clipped if in_step else None
         group = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
         if group < 2 and step and self._launched > 1:
             fields["unset"] = _unset()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from labkit.analysis.diagnose import errors, hang, known_errors, mismatch, silent, speed, training, unseen
+from labkit.analysis.diagnose import errors, hang, known_errors, looks, mismatch, speed, training, unseen
 from labkit.analysis.diagnose.finding import Finding
 from labkit.common.units import counted, ranks_in_words
 from labkit.record.state import per_revision
@@ -168,7 +168,7 @@ RULES: tuple[Callable[[RunState], Iterator[Finding]], ...] = (
     hang.cut_off,
     hang.hang,
     errors.first_failure,
-    *silent.RULES,
+    *looks.RULES,
     training.same_samples,
     training.no_set_epoch,
     training.nan_loss,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy
 
 from labkit.analysis.diagnose.finding import DDP, Finding, one_of
-from labkit.analysis.diagnose.silent import separate_ranks
+from labkit.analysis.diagnose.looks import separate_ranks
 from labkit.analysis.metrics import median
 from labkit.common.units import counted, ranks_in_words
 from labkit.record.events import Batch, Epoch, NotFinite, Save

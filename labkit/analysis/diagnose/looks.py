@@ -1,5 +1,5 @@
 """Runs that end without an error and train something else than their author thinks: found by comparing what the looks
-of the ranks say about the same step (`looks.py` of the probe)."""
+of the ranks say about the same step (`probe/looks.py`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 _APART = 1e-6  # difference of replicas, as a share of their absolute values, that rounding does not explain
 _UNLIKE_FACTORS = 1e-2  # relative difference of factors for gradients
-_UNLIKE_WEIGHTS = (
-    0.2  # and of weights of elements: texts of random lengths differ by less, now on one rank, now another
-)
+# and of weights of elements: texts of random lengths differ by less, now on one rank, now on another
+_UNLIKE_WEIGHTS = 0.2
 _LOOKS = 3  # looks that must agree
 _DRAWN = 5  # and for random numbers
-_MOST = 0.9
+_MOST = 0.9  # share of looks, or of tensors, that counts as all of them
+_ALL_GRADIENTS = 1.8  # bytes per parameter: gradients in 16 bits, up to padding
 _SHOWN = 4
 _SHARING = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
 
@@ -43,7 +43,7 @@ def separate_ranks(state: RunState) -> Iterator[Finding]:
         evidence=f"{state.world_size} ranks were started with WORLD_SIZE={state.world_size}; {groups} in any step; "
         + ("the script reads " + ", ".join(unset) + ", which torchrun does not set" if unset else "nothing is sent"),
         cause=(
-            f"the script takes its rank and their number from {_listed(unset)}, so every rank is number 0 of 1 and "
+            f"the script takes its rank and their number from {', '.join(unset)}, so every rank is number 0 of 1 and "
             "trains all of the data for itself"
             if unset
             else "every rank acts as number 0 of 1, and trains all of the data for itself"
@@ -113,8 +113,9 @@ def replicas_differ(state: RunState) -> Iterator[Finding]:
         parameters, buffers = (_names(ranks[0], role) for role in ("parameter", "buffer"))
         parameters = parameters | _names(ranks[0], "frozen")
         if found := _parting(ranks, parameters):
-            if finding := _drift(state, ranks, ddp, *found):
-                yield finding
+            first, before, parted = found
+            if told := _drift(ranks, ddp, first, parted):
+                yield _drifted(ranks, first, before, parted, *told)
         elif ddp and not ddp.buffers and (found := _parting(ranks, buffers)):
             yield _drifted(
                 ranks,
@@ -184,88 +185,65 @@ def _replicas(state: RunState) -> Iterator[tuple[list[RankState], TrackedModel |
 
 
 def _drift(
-    state: RunState, ranks: list[RankState], ddp: TrackedModel | None, first: Look, before: Look, parted: list[int]
-) -> Finding | None:
+    ranks: list[RankState], ddp: TrackedModel | None, first: Look, parted: list[int]
+) -> tuple[str, str, str] | None:
+    """What differs, the cause and the fix, by what parted first; None if the events do not say that the ranks should be
+    replicas."""
     start, end = ranks[0].looks[0], _in_steps(ranks[0])[-1]
-    updated = [n for n in sorted(_names(ranks[0])) if start.sums[n] != end.sums[n]]
+    updated = [n for n in _names(ranks[0]) if start.sums[n] != end.sums[n]]
     everything = len(parted) >= _MOST * len([n for n in updated if _tensors(ranks[0])[n].role != "buffer"])
     unlike = _unlike_settings(ranks, first.step)
     if unlike:
         name, step, values = unlike
         told = ", ".join(f"{value:g} on rank {rank.rank}" for value, rank in zip(values, ranks))
-        return _drifted(
-            ranks,
-            first,
-            before,
-            parted,
-            what="the replicas",
-            cause=f"the optimizers' {_in_words(name)} differs first: {told}, in the optimizers after step {step}",
-            fix=(
-                "let all ranks decide alike: all-reduce the number that a scheduler such as ReduceLROnPlateau judges, "
-                "or broadcast the learning rate from rank 0"
-            ),
+        return (
+            "the replicas",
+            f"the optimizers' {_in_words(name)} differs first: {told}, in the optimizers after step {step}",
+            "let all ranks decide alike: all-reduce the number that a scheduler such as ReduceLROnPlateau judges, or "
+            "broadcast the learning rate from rank 0",
         )
     if ddp and not everything:
-        return _drifted(
-            ranks,
-            first,
-            before,
-            parted,
-            what="some parameters",
-            cause=(
-                "DDP all-reduces the parameters that required a gradient when it was made: these are in none of its "
-                "buckets, because they were unfrozen or added later, or are ignored"
-            ),
-            fix="set requires_grad and add modules before DistributedDataParallel(model), or wrap the model again then",
+        return (
+            "some parameters",
+            "DDP all-reduces the parameters that required a gradient when it was made: these are in none of its"
+            " buckets, because they were unfrozen or added later, or are ignored",
+            "set requires_grad and add modules before DistributedDataParallel(model), or wrap the model again then",
         )
     if ddp and not ddp.called:
-        return _drifted(
-            ranks,
-            first,
-            before,
-            parted,
-            what="the replicas",
-            cause="the forward goes around DDP: the script calls the model inside, whose gradients are not all-reduced",
-            fix="call the DistributedDataParallel itself instead of model.module or its methods",
+        return (
+            "the replicas",
+            "the forward goes around DDP: the script calls the model inside, whose gradients are not all-reduced",
+            "call the DistributedDataParallel itself instead of model.module or its methods",
         )
     if ddp:
-        return _drifted(
-            ranks,
-            first,
-            before,
-            parted,
-            what="the replicas",
-            cause="what DDP all-reduces is not all that the ranks' optimizers use: gradients or parameters are changed "
-            "after backward in different ways, or backward ran in no_sync() before the step",
-            fix="compare the ranks' lines between backward() and step(), and leave no_sync() for the last backward",
+        return (
+            "the replicas",
+            "what DDP all-reduces is not all that the ranks' optimizers use: gradients or parameters are changed after "
+            "backward in different ways, or backward ran in no_sync() before the step",
+            "compare the ranks' lines between backward() and step(), and leave no_sync() for the last backward",
         )
+    return _drift_by_hand(ranks, everything)
+
+
+def _drift_by_hand(ranks: list[RankState], everything: bool) -> tuple[str, str, str] | None:
+    """The same for a script that synchronises by itself."""
     traffic = [rank.traffic for rank in ranks if rank.traffic]
     operations = {name for one in traffic for name in one.ops}
     if len(traffic) < len(ranks) or operations & {"send", "all_to_all"}:
         return None
     shared = min(sum(op.bytes for name, op in one.ops.items() if name in _SHARING) for one in traffic)
-    if everything and shared >= 1.8 * _elements(ranks[0]):
-        return _drifted(
-            ranks,
-            first,
-            before,
-            parted,
-            what="the replicas",
-            cause=(
-                f"{shared:,.0f} bytes are all-reduced per step, as many as the gradients have, but the optimizer does "
-                "not use the result: it is a copy, such as of flatten, cat or .to()"
-            ),
-            fix="copy the result back into parameter.grad (copy_) before step(), or all-reduce parameter.grad itself",
+    if everything and shared >= _ALL_GRADIENTS * _elements(ranks[0]):
+        return (
+            "the replicas",
+            f"{shared:,.0f} bytes are all-reduced per step, as many as the gradients have, but the optimizer does not"
+            " use the result: it is a copy, such as of flatten, cat or .to()",
+            "copy the result back into parameter.grad (copy_) before step(), or all-reduce parameter.grad itself",
         )
     if not everything and shared:
-        return _drifted(
-            ranks,
-            first,
-            before,
-            parted,
-            what="some parameters",
-            cause="the script synchronises the other parameters, whose replicas are equal, and not these",
-            fix="synchronise the gradients of all parameters that the optimizer updates",
+        return (
+            "some parameters",
+            "the script synchronises the other parameters, whose replicas are equal, and not these",
+            "synchronise the gradients of all parameters that the optimizer updates",
         )
     return None
 
@@ -546,10 +524,6 @@ def _parameters(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_SHOWN])
     more = len(names) - _SHOWN
     return shown + (f" and {more} more" if more > 0 else "")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)
 
 
 def _elements(rank: RankState) -> int:
