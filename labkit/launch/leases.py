@@ -151,7 +151,8 @@ def _prepare(place: Path) -> None:
 
 def _require_leases(place: Path) -> None:
     """Raises `LeaseError` for a folder of something else, in which nothing may be changed; `OSError`."""
-    if not (place / _QUEUE).exists() and any(not path.stem.isdigit() for path in place.iterdir()):
+    has_others = any(not path.stem.isdigit() for path in place.iterdir())
+    if has_others and not (place / _QUEUE).exists():  # in this order: the queue is there before any file of a ticket
         raise LeaseError(f"{place} is not a folder of leases: it has other files; set LABKIT_LEASES to a new folder")
 
 
