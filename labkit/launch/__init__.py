@@ -60,7 +60,8 @@ same tests run both ways (the fixture `start`). `launch/warm/client.py` decides 
 difference, by what a process inherits or reads while it imports; `launch/warm/fork.py` gives a forked process its own
 arguments, environment, descriptors, streams, signals, random numbers and names, including those that `ps` and the
 run's tag are read from. `tests/scripts/sees.py` prints all that a script can see of itself, and the two outputs must
-be equal. Only the seed of `hash(str)` is the same for all warm ranks, because an interpreter cannot change it. A
+be equal. Only the seed of `hash(str)` is the same for all warm ranks, because an interpreter cannot change it:
+scripts that could depend on it start cold (`launch/warm/hash_order.py`). A
 start takes two messages, which ensures that a stopped server starts nothing after its client has started cold.
 Forking is safe because the server has one thread (otherwise it terminates itself) and never uses CUDA. Nor does the
 forked agent: torchrun's launch configuration asks for GPUs, which would initialise CUDA before the ranks are forked,

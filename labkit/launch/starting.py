@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from labkit.common.processes import end, of_folder
 from labkit.launch import report, watchdog
 from labkit.launch.warm.client import Cold, Consent, Started, consent
+from labkit.launch.warm.hash_order import dependence, module_files
 from labkit.plan.spec import Spec
 from labkit.record.documents import LaunchPlan
 from labkit.record.folder import RunFolder
@@ -30,10 +31,16 @@ def warm_or_cold(spec: Spec, plan: LaunchPlan, cold: bool) -> Consent | Cold:
     """Asks the warm server whether it can start this run."""
     if cold:
         return Cold()
-    folders = (
-        {plan.cwd} if spec.script is None or spec.as_module else {plan.cwd, str(Path(spec.script).resolve().parent)}
-    )
-    return consent(os.environ | plan.env, sorted(folders))
+    environment, folders = os.environ | plan.env, [plan.cwd]
+    if spec.script is not None:
+        if spec.as_module:
+            scripts = list(module_files(spec.script, folders))
+        else:
+            scripts = [Path(spec.script).resolve()]
+            folders = sorted({plan.cwd, str(scripts[0].parent)})
+        if depends := dependence(scripts, folders, environment):
+            return Cold(depends)
+    return consent(environment, folders)
 
 
 def start_supervisor(

@@ -16,7 +16,7 @@ from labkit.cli import parser as cli
 from labkit.cli.commands import act
 from labkit.frontends.panel import Lab
 from labkit.launch.job import Job
-from labkit.launch.warm import client, fork
+from labkit.launch.warm import client, fork, hash_order
 from labkit.launch.warm.client import Cold
 from labkit.plan.spec import Spec
 
@@ -179,3 +179,54 @@ def test_the_agent_of_a_warm_run_does_not_look_for_gpus_and_its_ranks_do(tmp_pat
     )
     done = subprocess.run([sys.executable, program], env=os.environ | {"PYTHONPATH": str(CLONE)}, capture_output=True)
     assert done.stdout == b"False 1\n", done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'names = list({"b", "a"})',
+        "names = list(set(open(__file__).read().split()))",
+        "vocabulary = {word: number for number, word in enumerate(frozenset(text.split()))}",
+        "for name in {file.name for file in Path().iterdir()}: print(name)",
+        "for name in first.keys() & second.keys(): print(name)",
+        "is_training = hash(path) % 10 < 9",
+        "def split(paths):\n    from helper import order\n    return order(paths)",
+        "from . import helper",
+        "import package.part",
+    ],
+)
+def test_a_script_that_could_depend_on_the_seed_of_hashes_starts_cold(code, tmp_path):
+    """With one seed for all ranks, it would hide that ranks disagree."""
+    (tmp_path / "package").mkdir()
+    for helper in ("helper.py", "package/part.py"):
+        (tmp_path / helper).write_text("import train\ndef order(paths):\n    return list(set(paths))\n")
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    assert hash_order.dependence([script], [str(tmp_path)], {})
+    assert not hash_order.dependence([script], [str(tmp_path)], {"PYTHONHASHSEED": "0"})
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'if sys.argv[1] in {"sgd", "adamw"}: pass',
+        "words = sorted(set(text.split()))",
+        "assert set(state) == set(expected), len(set(state))",
+        "sizes = list({1, 2, 3})",
+        'settings = {"lr": 0.1} | {name: 1 for name in names}',
+        "import absent, json",
+        "not python",
+    ],
+)
+def test_a_script_in_which_no_order_depends_on_hashes_may_start_warm(code, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    assert hash_order.dependence([script], [str(tmp_path)], {}) == ""
+
+
+def test_ranks_that_disagree_about_a_set_do_so_under_the_lab(server, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text('print(list({str(number) for number in range(30)}) + [hash("a")])\n')
+    handle = started(script, nproc=2)
+    assert how(handle)[0] == "cold" and "line 1 of train.py" in handle.state.note
+    assert handle.logs(0) != handle.logs(1)
