@@ -66,6 +66,18 @@ def test_a_view_follows_a_run_and_stops_it(fake):
     assert not view.busy
 
 
+def test_a_stop_that_comes_after_the_end_leaves_its_words(fake):
+    """A click in the page may be under way while the run ends."""
+    view = RunView()
+    view.follow(FakeJob(fake))
+    fake.step(20)
+    fake.end()
+    view.wait(30)
+    view.stop()
+    assert "finished" in view.words.value
+    assert view.stop_button.disabled
+
+
 def test_a_stop_that_fails_says_so(fake):
     class Stubborn(FakeJob):
         def stop(self) -> None:

@@ -230,6 +230,8 @@ class RunView:
         self.stop_button.disabled = True
         self.say("stopping")  # first: with the flag set, the other thread may say how it ended
         self._stopping = True
+        if self.state.over:
+            self._draw()  # a click that arrives after the end: the other thread has already said how it ended
         threading.Thread(target=self._end, args=(self._job,), daemon=True, name="labkit stop").start()
 
     def _end(self, job: Job) -> None:
