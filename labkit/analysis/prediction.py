@@ -276,7 +276,13 @@ def time_made(plan: Plan) -> str:
     if plan.time.modelled:
         return f"modelled for {on}: the roofline of each traced kernel and the links, without loading samples"
     measured = f"and links measured on {on}" if on else "measured here"
-    return f"simulated for a machine that runs nothing else, with computation {measured}"
+    busy = (
+        f"; something else used the machine for {plan.time.busy:.0%} of that measurement, so that the range is wider:"
+        " predict again while it is idle"
+        if plan.time.busy
+        else ""
+    )
+    return f"simulated for a machine that runs nothing else, with computation {measured}{busy}"
 
 
 def ranges(ranks: Iterable[int]) -> str:

@@ -22,6 +22,8 @@ from msgspec.structs import replace
 from labkit.analysis.theory import states, theory
 from labkit.analysis.theory.states import six_nd
 from labkit.common.files import user_cache, write_atomically
+from labkit.plan.fields import SpecError
+from labkit.plan.settling import check_available
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import DEVICES, HERE, Device
 from labkit.prediction.fitting import on_gpus, peak_of, with_fit
@@ -99,7 +101,7 @@ def _new(spec: Spec, cancelled: Callable[[], bool]) -> tuple[Plan, Programs]:
     except TraceFailed as failure:
         if spec.strategy is None:
             raise
-        return _by_formula(spec, str(failure)), {}
+        return _by_formula(spec, cause(failure, spec)), {}
     read = {path for trace in traces.values() for path in trace.pop("read", ())}
     work = {rank: trace.pop("program") for rank, trace in traces.items()}
     plan = _of_traces(spec, groups if spec.strategy else joined(groups, traces), traces)
@@ -107,6 +109,16 @@ def _new(spec: Spec, cancelled: Callable[[], bool]) -> tuple[Plan, Programs]:
         write_atomically(made(spec) / _WORK, json.dumps(work), private=True)
     keep(spec, plan, read)
     return plan, {part.ranks[0]: work[part.ranks[0]] for part in plan.classes}
+
+
+def cause(failure: TraceFailed, spec: Spec) -> str:
+    """Why a script of a strategy could not be traced or measured: a package or data that cannot be had here, or what
+    the failure says."""
+    try:
+        check_available(spec)
+    except SpecError as error:
+        return str(error)
+    return str(failure)
 
 
 def cached(spec: Spec) -> Plan | None:

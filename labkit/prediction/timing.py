@@ -21,9 +21,9 @@ from labkit.prediction.fitting import kernels_of
 from labkit.prediction.link_table import LinkTable
 from labkit.prediction.link_table import folder as link_tables
 from labkit.prediction.links import communication
-from labkit.prediction.predict import Programs, cache_folder, keep, made, on, programs
+from labkit.prediction.predict import Programs, cache_folder, cause, keep, made, on, programs
 from labkit.prediction.simulation import STEPS, moved, program_of, simulate
-from labkit.prediction.tracer import classes, computed, never
+from labkit.prediction.tracer import TraceFailed, classes, computed, never
 from labkit.record.documents import Plan, PredictedTime, PredictedTimeline
 from labkit.record.events import parse
 from labkit.record.files import read_below
@@ -115,6 +115,7 @@ _MEASURED: dict[str, Any] = {
 }
 _MOST = 8  # ranks that are all simulated
 ERROR = 0.031  # of the predicted step, the median of `labkit bench` (MEASUREMENTS.md, Accuracy)
+_BUSY = 0.05  # share of a measurement in which something else may use the machine
 _SHARES = (0.5, 1.0, 0.0)  # of what kernels reach: the middle, the most, the least
 _ALIKE = 3  # steps to simulate if all of them compute equally long
 _FILE, _LIMIT = "programs.json", 16 << 20  # bytes
@@ -124,9 +125,10 @@ def timed(spec: Spec, plan: Plan, cancelled: Callable[[], bool] = never) -> Plan
     """The plan of a Spec of CPU ranks with the time of a step on this machine: measured for a strategy, modelled for a
     script of the user's own. It takes seconds, unless it is cached.
 
-    `low` and `high` of the time of a strategy are the seconds minus and plus √(a² + b² + c²): a is the distance to the
-    lower or the upper quartile of the simulated steps, b what the exposed communication varies by, c the error that
-    predictions of a step were measured to have (`ERROR`).
+    `low` and `high` of the time of a strategy are the seconds minus and plus √(a² + b² + c² + d²): a is the distance to
+    the lower or the upper quartile of the simulated steps, b what the exposed communication varies by, c the error of a
+    step for which 80 % of cases are in the range (`ERROR`), d the share of the measurement in which something else used
+    the machine. With such a share, the next call measures again.
 
     Raises `LookupError` for GPUs, or if this machine has not been measured, `TraceFailed` if a rank cannot be measured,
     and `Cancelled` soon after `cancelled` returns true.
@@ -141,17 +143,19 @@ def timed(spec: Spec, plan: Plan, cancelled: Callable[[], bool] = never) -> Plan
         found = _modelled(spec, plan, rooflines, links, machine.cores, f"this machine, {table.title}", cancelled)
     else:
         groups = classes(spec)
-        measured = _programs(spec, [ranks[0] for ranks in groups], machine, cancelled)
+        measured, busy = _programs(spec, [ranks[0] for ranks in groups], machine, cancelled)
         steps = _simulated(groups, measured, links, machine.cores)
-        bounds = _bounds(max(steps.values(), key=_seconds), links.error if links else 0.0)
+        bounds = _bounds(max(steps.values(), key=_seconds), links.error if links else 0.0, busy)
         found = _with_time(spec, plan, steps, bounds, links.title if links else "")
+        assert found.time, "it was just added"
+        found.time.busy = busy
     keep(spec, found)
     return found
 
 
-def _bounds(step: PredictedTimeline, error: float) -> tuple[float, float]:
+def _bounds(step: PredictedTimeline, error: float, busy: float) -> tuple[float, float]:
     seconds = step.seconds
-    own = math.hypot(error * sum(step.exposed.values()), ERROR * seconds)
+    own = math.hypot(error * sum(step.exposed.values()), ERROR * seconds, busy * seconds)
     low, high = (math.hypot(own, (seconds if end is None else end) - seconds) for end in (step.low, step.high))
     return max(0.0, seconds - low), seconds + high
 
@@ -238,19 +242,29 @@ def _seconds(timeline: PredictedTimeline) -> float:
     return timeline.seconds
 
 
-def _programs(spec: Spec, ranks: Sequence[int], machine: Machine, cancelled: Callable[[], bool]) -> Programs:
-    """The programs of some ranks, measured now or before."""
+def _programs(
+    spec: Spec, ranks: Sequence[int], machine: Machine, cancelled: Callable[[], bool]
+) -> tuple[Programs, float]:
+    """The programs of some ranks, measured now or before, and the share of the measurement in which something else used
+    the machine."""
     state = [machine.hardware, *sorted(path.stat().st_mtime_ns for path in link_tables().glob("*.json"))]
     place = cache_folder(spec) / _FILE
     with suppress(OSError, ValueError, LookupError, TypeError):
         known = parse(read_below(place.parent, place, _LIMIT))
         if known["state"] == state:
-            return {int(rank): items for rank, items in known["programs"].items()}
+            return {int(rank): items for rank, items in known["programs"].items()}, 0.0
     together = max(min(spec.processes, machine.cores), len(ranks))
     repeated = [ranks[index % len(ranks)] for index in range(together)]
     options = {**spec.options, "warmup_steps": 0}  # which may be longer than what is measured
-    found = computed(dataclasses.replace(spec, **_MEASURED, options=options), repeated, cancelled)
+    try:
+        found = computed(dataclasses.replace(spec, **_MEASURED, options=options), repeated, cancelled)
+    except TraceFailed as failure:
+        raise TraceFailed(cause(failure, spec)) from None
+    shares = [item[1] for items in found.values() for item in items if item[0] == "busy"]
+    measured = {rank: [item for item in items if item[0] != "busy"] for rank, items in found.items()}
+    if (busy := max(shares)) >= _BUSY:
+        return measured, busy
     with suppress(OSError):
         made(spec)
-        write_atomically(place, json.dumps({"state": state, "programs": found}), private=True)
-    return found
+        write_atomically(place, json.dumps({"state": state, "programs": measured}), private=True)
+    return measured, 0.0

@@ -275,7 +275,7 @@ class PredictedTime(Recorded):
     """The seconds of a step of the slowest rank, from `low` to `high`: on the machine of the run, from computation and
     collectives that were measured there, or `modelled` for a machine of the table. `links` says which collectives or
     which machine, and is empty if there is nothing to communicate. The samples of a script of the user's own are not
-    known."""
+    known. `busy` is the share of the measurement in which something else used the machine."""
 
     seconds: Seconds
     links: Line
@@ -283,6 +283,7 @@ class PredictedTime(Recorded):
     high: Seconds | None = None
     samples_per_second: Amount | None = None
     modelled: bool = False
+    busy: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
 class Peak(Recorded):

@@ -13,7 +13,7 @@ from test_prediction import spec_of
 import labkit
 from labkit import figures
 from labkit.analysis.metrics import step_seconds
-from labkit.analysis.prediction import outcomes, sentences
+from labkit.analysis.prediction import outcomes, sentences, time_made
 from labkit.plan.script import write_script
 from labkit.prediction.collectives import CommunicationModel, Duration
 from labkit.prediction.link_table import store
@@ -217,12 +217,12 @@ def test_a_program_has_what_the_script_computes_and_sends(strategy, nproc, opera
 
 def test_predicted_and_measured_steps_stand_side_by_side(measured):
     spec = spec_of("ddp")
-    plan = timed(spec, predict(spec))
+    prediction = labkit.predict(spec, machine="here")
+    plan = prediction.plan
     assert plan.time.seconds == plan.classes[0].timeline.seconds > 0
     assert plan.time.samples_per_second == pytest.approx(32 / plan.time.seconds)
     assert "measured on 2026-11-22" in plan.time.links
-    shown = repr(labkit.predict(spec, machine="here"))
-    assert "a step takes" in shown and "simulated" in shown
+    assert "a step takes" in repr(prediction) and "simulated" in repr(prediction)
     run = labkit.run(spec).wait()
     found = outcomes(run.state)
     assert [one.step_predicted for one in found] == [plan.time.seconds] * 2
@@ -263,7 +263,7 @@ def test_waiting_counts_only_for_a_rank_that_other_processes_work_for(workers, w
 
 def test_what_is_measured_saves_nothing_and_does_not_fail_on_purpose(measured, monkeypatch):
     asked = []
-    program = [["compute", "forward", [0.1]]]
+    program = [["compute", "forward", [0.1]], ["busy", 0.01]]
     monkeypatch.setattr(
         "labkit.prediction.timing.computed", lambda spec, ranks, cancelled: asked.append(spec) or {0: program}
     )
@@ -272,6 +272,21 @@ def test_what_is_measured_saves_nothing_and_does_not_fail_on_purpose(measured, m
     assert timed(spec, predict(spec)).time.seconds == pytest.approx(0.1)
     assert (asked[0].fault, asked[0].save_every, asked[0].resume) == (None, None, None)
     assert (spec.fault, spec.save_every, spec.options["warmup_steps"]) == ("killed_rank", 2, 400)
+
+
+def test_a_measurement_beside_other_work_widens_the_range_and_is_repeated(measured, monkeypatch):
+    shares = [0.3, 0.01]
+    monkeypatch.setattr(
+        "labkit.prediction.timing.computed",
+        lambda spec, ranks, cancelled: {0: [["compute", "forward", [0.1]], ["busy", shares.pop(0)]]},
+    )
+    spec = spec_of("ddp")
+    disturbed = timed(spec, predict(spec))
+    assert disturbed.time.busy == 0.3 and "for 30% of that measurement" in time_made(disturbed)
+    assert disturbed.time.high - disturbed.time.seconds > 0.3 * disturbed.time.seconds
+    alone = timed(spec, predict(spec))
+    assert alone.time.busy == 0 and alone.time.high < disturbed.time.high
+    assert timed(spec, predict(spec)).time == alone.time, "it is known now"
 
 
 def test_what_is_not_known_is_said(cache, capsys):  # noqa: F811

@@ -5,7 +5,8 @@ What is measured is the CPU time of the thread that computes, which does not pas
 A script that other threads or processes work for (emulated data parallel, workers of a data loader) waits for them, and
 is measured in real time instead.
 
-As many ranks as there are cores are measured at the same time, so that they share caches and memory as in a run.
+As many ranks as there are cores are measured at the same time, so that they share caches and memory as in a run. If
+something else uses the machine, they are kept waiting, which tells how much of it is in use.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class _Steps:
 
     def __init__(self, seconds: float, clock: Callable[[], int]) -> None:
         self._clock = clock
+        self._began = 0, 0
         self.programs: list[list[Item]] = []
         self._phases = Phases(self._now)
         self._events: list[tuple[int, Item]] = []
@@ -77,6 +79,11 @@ class _Steps:
         finally:
             self._paused += self._clock() - began
 
+    def kept_waiting(self) -> float:
+        """The share of the time of the measured steps in which the clock stood still, because the rank did not run."""
+        measured, real = self._clock() - self._began[0], time.perf_counter_ns() - self._began[1]
+        return max(0.0, 1 - measured / real)
+
     def _now(self) -> int:
         return self._clock() - self._paused
 
@@ -91,13 +98,15 @@ class _Steps:
                 raise _Enough
         elif self._steps == _FIRST:
             self._end = self._now() + self._nanoseconds
+            self._began = self._clock(), time.perf_counter_ns()
         self._events = []
         self._phases.restart()
 
 
 def compute(request: dict[str, Any], rank: int) -> list[Item]:
     """The program of one rank, what it does in a step, in order: ["compute", phase, [seconds of several steps]],
-    ["start", number, operation, bytes, ranks], ["wait", number].
+    ["start", number, operation, bytes, ranks], ["wait", number]. The last item is ["busy", share]: for how much of the
+    time something else used the machine; 0 if other threads work for the script, which is then not known.
 
     `request` is that of `rank.trace`, with the `seconds` for which steps are measured, and `one_thread`, whether the
     thread of the script does all the work. Raises `RuntimeError` if the script ends before enough steps.
@@ -115,7 +124,7 @@ def compute(request: dict[str, Any], rank: int) -> list[Item]:
         script.main()
     if len(steps.programs) < _LEAST:
         raise RuntimeError(f"the script has {len(steps.programs) + _FIRST} steps, of {_LEAST + _FIRST} that are needed")
-    return _samples(steps.programs)
+    return [*_samples(steps.programs), ["busy", steps.kept_waiting()]]
 
 
 def _program(spans: list[tuple[str, int, int]], events: list[tuple[int, Item]]) -> list[Item]:
