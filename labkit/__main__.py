@@ -32,7 +32,7 @@ def main(argv=None):
                 f"{bootstrap.CLONE} has no {session.name}; start it from a clone of the project", json=False, code=2
             )
         # it prepares the environment itself, as far as a bare machine allows
-        bootstrap.become([sys.executable, str(session), *(one for one in args.rest if one != "--gpu")])
+        bootstrap.become([sys.executable, str(session), *(argument for argument in args.rest if argument != "--gpu")])
     try:
         bootstrap.ensure(args.extras, argv)
     except bootstrap.SetupError as error:

@@ -93,7 +93,10 @@ class Badge:
 
     def to_json(self) -> dict[str, Any]:
         """The badge as a dict that can be written as JSON; deviations that are not finite are None."""
-        plain = [asdict(one) | {"apart": one.apart if math.isfinite(one.apart) else None} for one in self.deviations]
+        plain = [
+            asdict(deviation) | {"apart": deviation.apart if math.isfinite(deviation.apart) else None}
+            for deviation in self.deviations
+        ]
         return {"verdict": self.verdict, "sentence": self.sentence, "deviations": plain}
 
 
@@ -142,7 +145,7 @@ def tolerance(what: str, step: int, spec: Spec, reference: Spec) -> float:
     rate. Between `single` with its batch in one part and in four, this made 1e-3 in 4 steps of a CNN. A wrong gradient
     of a whole tensor makes about 5e-2 per step there (estimated: the learning rate over the usual size of a weight).
     """
-    rounding = max(_ROUNDING[one.precision or "fp32"] for one in (spec, reference))
+    rounding = max(_ROUNDING[run.precision or "fp32"] for run in (spec, reference))
     grown = rounding * _GROWTH ** min(step - 1, 60)
     if what == "parameters" and step > 1:
         grown = max(grown, _FLIPPED)
@@ -286,12 +289,14 @@ def _deviation(what: str, apart: Mapping[str, tuple[float, float]]) -> Deviation
 
 
 def _judged(spec: Spec, reference: Spec, found: tuple[Deviation, ...]) -> Badge:
-    figures = ", ".join(f"{one.what} {_short(one.apart)} of {_short(one.tolerance)}" for one in found)
+    figures = ", ".join(
+        f"{deviation.what} {_short(deviation.apart)} of {_short(deviation.tolerance)}" for deviation in found
+    )
     precision = spec.precision or "fp32"
-    missed = [one for one in found if not one.holds]
+    missed = [deviation for deviation in found if not deviation.holds]
     if not missed:
         return Badge("equal", f"Equal up to {precision} rounding. Deviation and tolerance: {figures}.", found)
-    first = next((one for one in missed if one.what == "gradients"), missed[0])
+    first = next((deviation for deviation in missed if deviation.what == "gradients"), missed[0])
     where = first.where if first.what == "loss" else f"{first.what} of {first.where}"
     reasons = departures(spec)
     if reasons:

@@ -85,7 +85,7 @@ def _owner(owner: str) -> Guessable:
 
 @per_revision
 def _plan(state: RunState) -> dict[int, PredictedRank]:
-    return {one.rank: one for one in state.prediction.ranks} if state.prediction else {}
+    return {predicted.rank: predicted for predicted in state.prediction.ranks} if state.prediction else {}
 
 
 def _planned_peak(state: RunState, rank: int) -> float | None:
@@ -115,7 +115,7 @@ def _at_peak(state: RunState, rank: int) -> Parts:
 
 def _operations(state: RunState, rank: int) -> Parts:
     traffic = state.ranks[rank].traffic
-    return {op: one.sent for op, one in traffic.ops.items()} if traffic else {}
+    return {op: operation.sent for op, operation in traffic.ops.items()} if traffic else {}
 
 
 def _exposed(state: RunState, rank: int) -> float | None:
@@ -303,9 +303,9 @@ def own_sentences(state: RunState, reasons: bool = True) -> list[str]:
 def sentences_about(state: RunState, name: str, reasons: bool = True) -> list[str]:
     """The outcome of the figure `name`: one sentence for all ranks with the same prediction."""
     groups: dict[float, list[Outcome]] = {}
-    for one in outcomes(state):
-        if one.figure == name:
-            groups.setdefault(one.guessed, []).append(one)
+    for outcome in outcomes(state):
+        if outcome.figure == name:
+            groups.setdefault(outcome.guessed, []).append(outcome)
     found = [_sentence(FIGURES[name], those, state.world_size, reasons) for those in list(groups.values())[:_SHOWN]]
     left = len(groups) - len(found)
     return found + (
@@ -315,16 +315,18 @@ def sentences_about(state: RunState, name: str, reasons: bool = True) -> list[st
 
 def _sentence(figure: Guessable, those: list[Outcome], of: int, reasons: bool) -> str:
     """`Peak memory: you predicted 40 MiB per rank; it was 52.1 MiB (−23 %). At the peak of a step: activations …`"""
-    ranks = [one.rank for one in those if one.rank is not None]
+    ranks = [outcome.rank for outcome in those if outcome.rank is not None]
     said = f"{figure.label.capitalize()}: you predicted {figure.in_words(those[0].guessed)}"
     if len(ranks) < of and ranks:
         said += f" on {'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
     elif len(ranks) > 1:
         said += " per rank"
-    known = [one.measured for one in those if one.measured is not None]
+    known = [outcome.measured for outcome in those if outcome.measured is not None]
     if not known:
         return f"{said}; it was not measured."
-    worst = max((one for one in those if one.measured is not None), key=lambda one: one.size_of_error)
+    worst = max(
+        (outcome for outcome in those if outcome.measured is not None), key=lambda outcome: outcome.size_of_error
+    )
     low, high = figure.in_words(min(known)), figure.in_words(max(known))
     said += f"; it was {high}" if low == high else f"; it was {significant(min(known))} to {high}"
     notes = [] if worst.error is None else [figure.error_in_words(worst.error)]

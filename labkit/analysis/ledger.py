@@ -82,7 +82,10 @@ def _seen(state: RunState) -> tuple[dict[str, tuple[float, float]], int] | None:
     found = {}
     for op in ops:
         those = [traffic.ops[op] for traffic in recorded if op in traffic.ops]
-        found[op] = sum(one.calls for one in those) / len(recorded), float(sum(one.sent for one in those))
+        found[op] = (
+            sum(operation.calls for operation in those) / len(recorded),
+            float(sum(operation.sent for operation in those)),
+        )
     return found, max(traffic.step for traffic in recorded)
 
 
@@ -97,7 +100,7 @@ def _reason(measured: float, expected: float, flows: list[Flow]) -> str:
     if abs(gap) <= least:
         return ""
     known: dict[str, float] = {}
-    for bytes_, why in (each for flow in flows for each in flow.extra):
+    for bytes_, why in (extra for flow in flows for extra in flow.extra):
         known[why] = known.get(why, 0.0) + bytes_
     reasons = [f"{_signed(bytes_)}: {why}" for why, bytes_ in known.items() if abs(bytes_) > 0.05 * abs(gap)]
     rest = gap - sum(known.values())

@@ -170,7 +170,7 @@ def throughput_of_median_steps(batch: int, medians: Iterable[float | None]) -> f
     It compares runs of a few steps, in which a single profiled step would change the mean.
     """
     given = list(medians)
-    known = [one for one in given if one]
+    known = [value for value in given if value]
     return batch / max(known) if known and len(known) == len(given) else None
 
 
@@ -264,7 +264,7 @@ class Efficiency:
             found.append(f"{self.samples_per_second:,.0f} samples/s")
         if self.tokens_per_second is not None:
             found.append(f"{self.tokens_per_second:,.0f} tokens/s")
-        return found + ([f"{each} per device" for each in (self.computed,) if each])
+        return found + ([f"{words} per device" for words in (self.computed,) if words])
 
     @property
     def computed(self) -> str:
@@ -279,7 +279,7 @@ class Efficiency:
 def efficiency(state: RunState, now: bool = False) -> Efficiency:
     """Of a run, as measured; with `now`, over the newest steps as in `metrics`."""
     steps = [step_seconds(state, number, now) for number in state.ranks]
-    slowest = max((one for one in steps if one), default=None) if None not in steps else None
+    slowest = max((seconds for seconds in steps if seconds), default=None) if None not in steps else None
     return _efficiency(state.asked, state.prediction, throughput(state, now), slowest)
 
 

@@ -42,9 +42,9 @@ def clocks(state: RunState) -> dict[str, Offset]:
         return {}
     ends: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}
     for number in hosts:
-        for step, one in state.ranks[number].timelines.items():
-            starts = moments(one, "start")
-            for key, end in moments(one, "end").items():
+        for step, timeline in state.ranks[number].timelines.items():
+            starts = moments(timeline, "start")
+            for key, end in moments(timeline, "end").items():
                 ends.setdefault((step, *key), {})[number] = end, end - starts[key]
     known = {hosts[min(hosts)]: Offset(0.0, 0.0, 0)}
     while linked := _linked(ends, hosts, known):
@@ -80,7 +80,7 @@ def _linked(
                     differences.setdefault(hosts[number], {}).setdefault(hosts[other], []).append(pair)
     found = {}
     for host, by in differences.items():
-        via = next(one for one in known if one in by)
+        via = next(name for name in known if name in by)
         values, shortest = [value for value, _ in by[via]], min(seconds for _, seconds in by[via])
         low, high = quartiles(values)
         spread = max(high - low, shortest) / 2
@@ -112,9 +112,9 @@ def nodes_in_words(state: RunState) -> str:
     """`2 nodes met (5.8 s), b cut off (9.0 s), 1 node met (14.2 s)`; empty if nothing changed after they met."""
     changes = node_changes(state)
     said = [
-        (counted(len(one.hosts), "node") if one.what == "met" else ", ".join(one.hosts))
-        + f" {one.what}"
-        + ("" if one.seconds is None else f" ({one.seconds:.1f} s)")
-        for one in changes
+        (counted(len(event.hosts), "node") if event.what == "met" else ", ".join(event.hosts))
+        + f" {event.what}"
+        + ("" if event.seconds is None else f" ({event.seconds:.1f} s)")
+        for event in changes
     ]
     return ", ".join(said) if len(said) > 1 else ""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def usual(rank: RankState) -> list[Timeline]:
     """The rank's timelines of typical steps; of its early steps if there are no others."""
-    those = [one for step, one in sorted(rank.timelines.items()) if step >= USUAL]
+    those = [timeline for step, timeline in sorted(rank.timelines.items()) if step >= USUAL]
     return those or list(rank.timelines.values())
 
 
@@ -35,13 +35,13 @@ def exposed(rank: RankState) -> dict[str, float]:
     steps.
     """
     shares: dict[str, list[float]] = {}
-    for one in usual(rank):
+    for step in usual(rank):
         spent: dict[str, float] = {}
-        for name, start, end in one.phases:
+        for name, start, end in step.phases:
             spent[name] = spent.get(name, 0.0) + end - start
         for phase in PHASES:
             shares.setdefault(phase, []).append(
-                min(1.0, one.exposed.get(phase, 0.0) / spent[phase]) if spent.get(phase) else 0.0
+                min(1.0, step.exposed.get(phase, 0.0) / spent[phase]) if spent.get(phase) else 0.0
             )
     return {phase: median(values) for phase, values in shares.items()}
 
@@ -72,14 +72,14 @@ def aligned(found: Mapping[int, Timeline], ahead: Mapping[int, float] | None = N
     by the seconds that the clocks of some ranks are `ahead`."""
     found = {rank: replace(step, t0=step.t0 - (ahead or {}).get(rank, 0.0)) for rank, step in found.items()}
     first = next(iter(found))
-    ends, starts = ({rank: moments(one, which) for rank, one in found.items()} for which in ("end", "start"))
+    ends, starts = ({rank: moments(timeline, which) for rank, timeline in found.items()} for which in ("end", "start"))
     begins, moved = {}, False
-    for rank, one in found.items():
+    for rank, timeline in found.items():
         common = ends[first].keys() & ends[rank].keys()
         wrong = any(ends[rank][key] < starts[first][key] or ends[first][key] < starts[rank][key] for key in common)
-        wrong |= abs(one.t0 - found[first].t0) > max(one.seconds, found[first].seconds)
-        late = median(ends[rank][key] - ends[first][key] for key in common) if common else one.t0 - found[first].t0
-        begins[rank] = one.t0 - (late if wrong else 0.0)
+        wrong |= abs(timeline.t0 - found[first].t0) > max(timeline.seconds, found[first].seconds)
+        late = median(ends[rank][key] - ends[first][key] for key in common) if common else timeline.t0 - found[first].t0
+        begins[rank] = timeline.t0 - (late if wrong else 0.0)
         moved |= wrong
     earliest = min(begins.values())
     return {rank: begin - earliest for rank, begin in begins.items()}, moved

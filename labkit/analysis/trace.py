@@ -22,17 +22,17 @@ def trace(state: RunState) -> dict[str, Any]:
     events = list(_names(state))
     late = ahead(state)
     begun = {
-        (number, step): one.t0 - late.get(number, 0.0)
+        (number, step): timeline.t0 - late.get(number, 0.0)
         for number, rank in sorted(state.ranks.items())
-        for step, one in rank.timelines.items()
+        for step, timeline in rank.timelines.items()
     }
     zero = min(begun.values(), default=0.0)
     for step in profiled_steps(state):
         found = {number: rank.timelines[step] for number, rank in sorted(state.ranks.items()) if step in rank.timelines}
         shifts, _ = aligned(found, late)
         begin = min(begun[number, step] for number in found) - zero
-        for rank, one in found.items():
-            events += _events(rank, step, one, begin + shifts[rank])
+        for rank, timeline in found.items():
+            events += _events(rank, step, timeline, begin + shifts[rank])
     return {"otherData": {"source": MARK}, "traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -103,7 +103,7 @@ def _placed(command: argparse.ArgumentParser, number: Callable[[str, Number], Ca
 # ---- the commands and their flags, for argparse
 
 
-FLAGS = tuple(one for one in fields(Spec) if about(one).on_command_line)
+FLAGS = tuple(flag for flag in fields(Spec) if about(flag).on_command_line)
 _WITH_HELP = f"also install an extra: {', '.join(OPTIONAL)}"
 STREAMS = ("stdout", "stderr")
 _COLD = (
@@ -402,12 +402,12 @@ def _add_atlas(commands: _Commands) -> None:
 
 
 def _add_fields(command: argparse.ArgumentParser) -> None:
-    for one in FLAGS:
-        name, help = "--" + one.name.replace("_", "-"), about(one).help
-        if about(one).switch:
+    for flag in FLAGS:
+        name, help = "--" + flag.name.replace("_", "-"), about(flag).help
+        if about(flag).switch:
             command.add_argument(name, action="store_const", const=True, help=help)
         else:
-            command.add_argument(name, metavar=about(one).flag, help=help)
+            command.add_argument(name, metavar=about(flag).flag, help=help)
     command.add_argument(
         "--option", action="append", metavar="NAME=VALUE", help="set an option of the strategy or workload"
     )
@@ -517,10 +517,10 @@ def fields_of(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of Spec that were given on the command line; a text that is not a number is passed on, and Spec
     rejects it."""
     fields = {}
-    for one in FLAGS:
-        text, bounds = getattr(args, one.name), bounds_of(one.name)
+    for flag in FLAGS:
+        text, bounds = getattr(args, flag.name), bounds_of(flag.name)
         if text is not None:
-            fields[one.name] = bounds.from_text(text) if bounds else text
+            fields[flag.name] = bounds.from_text(text) if bounds else text
     return fields | {"options": options_of(args)}
 
 

@@ -192,7 +192,7 @@ def claims(args: argparse.Namespace) -> int:
     except (LaunchError, OSError) as error:
         raise Refused(str(error), code=1) from None
     if args.json:
-        print(json.dumps({"claims": [one.to_json() for one in verdicts]}))
+        print(json.dumps({"claims": [verdict.to_json() for verdict in verdicts]}))
     else:
         console(args, WIDE).print(verdicts)
     return 0

@@ -74,8 +74,8 @@ def mentions(text: str) -> Iterator[tuple[int, int, Term]]:
 
     A word with capital letters in the table must have them in the text: `DP` is a term, `dp` is not.
     """
-    for found in _IN_TEXT.finditer(text):
-        yield found.start(), found.end(), _BY_KEY[_key(found[1])]
+    for match in _IN_TEXT.finditer(text):
+        yield match.start(), match.end(), _BY_KEY[_key(match[1])]
 
 
 def _key(text: str) -> str:

@@ -63,7 +63,7 @@ def scores(labs: Collection[str]) -> dict[str, Score]:
         known = {name for name in guess.figures if name in FIGURES and not FIGURES[name].compared}
         made[lab] += len(known)
         for name in known:
-            those = [one.error for one in outcomes if one.figure == name and one.measured is not None]
+            those = [outcome.error for outcome in outcomes if outcome.figure == name and outcome.measured is not None]
             if those:
-                errors[lab].append(max(math.inf if one is None else abs(one) for one in those))
+                errors[lab].append(max(math.inf if error is None else abs(error) for error in those))
     return {lab: Score(number, tuple(errors[lab])) for lab, number in made.items() if number}

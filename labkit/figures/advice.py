@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 TABLES: dict[str, Callable[[Estimate], str]] = {  # what the cells of a table show
-    "efficiency": lambda one: f"{efficiency(one):.0%}",
-    "exposed communication": lambda one: f"{one.exposed / one.seconds:.0%}",
-    "time per step": lambda one: in_seconds(one.seconds),
+    "efficiency": lambda estimate: f"{efficiency(estimate):.0%}",
+    "exposed communication": lambda estimate: f"{estimate.exposed / estimate.seconds:.0%}",
+    "time per step": lambda estimate: in_seconds(estimate.seconds),
 }
 _CHARTS: dict[str, tuple[str, Callable[[Estimate], float]]] = {
-    "efficiency": ("% of perfect scaling", lambda one: 100 * efficiency(one)),
-    "exposed communication": ("% of a step", lambda one: 100 * one.exposed / one.seconds),
+    "efficiency": ("% of perfect scaling", lambda estimate: 100 * efficiency(estimate)),
+    "exposed communication": ("% of a step", lambda estimate: 100 * estimate.exposed / estimate.seconds),
 }
 _BOUND = "communication-bound from"
 
@@ -50,18 +50,23 @@ class Scaled:
     @property
     def title(self) -> str:
         """What is scaled."""
-        known = [one for each in self.series for one in each.estimates if one]
-        what = "".join(f"{one.training.model.title} on {one.training.accelerator.name}: " for one in known[:1])
+        known = [estimate for series in self.series for estimate in series.estimates if estimate]
+        what = "".join(
+            f"{estimate.training.model.title} on {estimate.training.accelerator.name}: " for estimate in known[:1]
+        )
         return f"{what}efficiency = time of the computation, divided evenly / time of the step; modelled"
 
     def tables(self) -> Iterator[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
         """The heads and the rows of each table: for each mode the efficiency, the exposed communication and the time of
         each strategy, by the number of devices; a dash if nothing fits or the batch is too small."""
-        devices = tuple(f"{number:,}" for number in next(one.devices for one in self.series))
+        devices = tuple(f"{number:,}" for number in next(series.devices for series in self.series))
         for mode in MODES:
             for what, words in TABLES.items():
                 heads = (f"{mode} scaling: {what}", *devices, _BOUND)
-                yield heads, [_cells(one, words) for one in self.series if one.mode == mode and any(one.estimates)]
+                yield (
+                    heads,
+                    [_cells(series, words) for series in self.series if series.mode == mode and any(series.estimates)],
+                )
 
     def charts(self) -> tuple[Chart, ...]:
         """Efficiency and exposed communication over the number of devices, for each mode."""
@@ -69,9 +74,9 @@ class Scaled:
 
     def _chart(self, mode: Mode, what: str) -> Chart:
         unit, value = _CHARTS[what]
-        drawn = [one for one in self.series if one.mode == mode and any(one.estimates)]
-        lines = tuple(line for number, one in enumerate(drawn) for line in _lines(one, number, value))
-        devices = next(one.devices for one in self.series)
+        drawn = [series for series in self.series if series.mode == mode and any(series.estimates)]
+        lines = tuple(line for number, series in enumerate(drawn) for line in _lines(series, number, value))
+        devices = next(series.devices for series in self.series)
         x = Axis("devices", end=len(devices) - 1, categories=tuple(f"{number:,}" for number in devices))
         title = f"{mode.capitalize()} scaling: {what}"
         note = "modelled; dotted: communication-bound"
@@ -89,7 +94,7 @@ class Scaled:
 
     def to_json(self) -> dict[str, Any]:
         """The series as a dict that can be written as JSON; None where nothing fits."""
-        return {"source": "modelled", "series": [_series_json(one) for one in self.series]}
+        return {"source": "modelled", "series": [_series_json(series) for series in self.series]}
 
     def __repr__(self) -> str:
         return visible("\n\n".join([self.title, *(table_text(*table) for table in self.tables())]))
@@ -101,7 +106,7 @@ class Scaled:
 
 def _cells(one: Series, words: Callable[[Estimate], str]) -> tuple[str, ...]:
     bound = "–" if one.bound_from is None else f"{one.bound_from:,}"
-    return one.kind, *("–" if each is None else words(each) for each in one.estimates), bound
+    return one.kind, *("–" if estimate is None else words(estimate) for estimate in one.estimates), bound
 
 
 def in_seconds(seconds: float) -> str:
@@ -111,7 +116,7 @@ def in_seconds(seconds: float) -> str:
 
 def _lines(one: Series, number: int, value: Callable[[Estimate], float]) -> list[Line]:
     """A line up to the point from which communication takes longer than computation, and a dotted one after it."""
-    ys = [float("nan") if each is None else value(each) for each in one.estimates]
+    ys = [float("nan") if estimate is None else value(estimate) for estimate in one.estimates]
     at = len(ys) - 1 if one.bound_from is None else one.devices.index(one.bound_from)
     xs = [*map(float, range(len(ys)))]
     colour = colours.rank_colour(number)
@@ -128,18 +133,18 @@ def _series_json(one: Series) -> dict[str, Any]:
         "communication_bound_from": one.bound_from,
         "points": [
             {"devices": devices}
-            if each is None
+            if estimate is None
             else {
                 "devices": devices,
-                "title": each.layout.title,
-                "batch": each.training.batch,
-                "seconds_per_step": each.seconds,
-                "tokens_per_second": each.tokens_per_second,
-                "efficiency": efficiency(each),
-                "exposed_seconds": each.exposed,
-                "peak_memory_bytes": each.memory.total,
+                "title": estimate.layout.title,
+                "batch": estimate.training.batch,
+                "seconds_per_step": estimate.seconds,
+                "tokens_per_second": estimate.tokens_per_second,
+                "efficiency": efficiency(estimate),
+                "exposed_seconds": estimate.exposed,
+                "peak_memory_bytes": estimate.memory.total,
             }
-            for devices, each in zip(one.devices, one.estimates)
+            for devices, estimate in zip(one.devices, one.estimates)
         ],
     }
 
@@ -197,24 +202,27 @@ class Advised:
     @property
     def rows(self) -> list[tuple[str, ...]]:
         """The cells below `HEADS`: the fastest layout of each strategy that fits, the fastest first."""
-        return [cells(one) for one in self.advice.ranked[:ROWS]]
+        return [cells(estimate) for estimate in self.advice.ranked[:ROWS]]
 
     @property
     def misfits(self) -> list[tuple[str, ...]]:
         """The cells below `MISFIT_HEADS`, the simplest strategies first."""
-        return [_misfit(one) for one in self._misfits]
+        return [_misfit(misfit) for misfit in self._misfits]
 
     @property
     def _misfits(self) -> list[Misfit]:
-        in_order = sorted(self.advice.misfits, key=lambda one: (one.layout.kind.count("×"), one.missing))
+        in_order = sorted(self.advice.misfits, key=lambda misfit: (misfit.layout.kind.count("×"), misfit.missing))
         return in_order[:ROWS]
 
     @property
     def evidence(self) -> list[tuple[str, ...]]:
         """The cells below `EVIDENCE_HEADS`: for each layout of `rows` and `misfits` the nearest published run."""
         asked = self.advice.training
-        fits = [(one.layout, one.tokens_per_second_per_gpu, one.memory) for one in self.advice.ranked[:ROWS]]
-        misfits = [(one.layout, None, one.memory) for one in self._misfits]
+        fits = [
+            (estimate.layout, estimate.tokens_per_second_per_gpu, estimate.memory)
+            for estimate in self.advice.ranked[:ROWS]
+        ]
+        misfits = [(misfit.layout, None, misfit.memory) for misfit in self._misfits]
         return [
             evidence_cells(layout.title, rate, needs.total, evidence(asked, layout, 1)[0])
             for layout, rate, needs in (*fits, *misfits)
@@ -267,11 +275,11 @@ class Advised:
         """The data of `figure`."""
         shown = self.advice.ranked[:ROWS]
         bars = tuple(
-            Bars(name, colour, tuple(one.parts[name] for one in shown))
+            Bars(name, colour, tuple(estimate.parts[name] for estimate in shown))
             for name, (colour, _) in PARTS.items()
-            if any(one.parts[name] for one in shown)
+            if any(estimate.parts[name] for estimate in shown)
         )
-        names = tuple(one.layout.title for one in shown)
+        names = tuple(estimate.layout.title for estimate in shown)
         labels = tuple(name.replace(" × ", "\n") for name in names)
         x = Axis("", categories=names, labels=labels)
         return Chart("advice", "Time of a step", x, Axis("s per step", least=1e-3), bars=bars, note="modelled")
@@ -291,8 +299,10 @@ class Advised:
             "sequence": asked.sequence,
             "precision": asked.precision,
             "attention": asked.attention,
-            "fits": [estimate_json(one) | self._evidence_json(one.layout) for one in self.advice.ranked],
-            "does_not_fit": [_misfit_json(one) | self._evidence_json(one.layout) for one in self.advice.misfits],
+            "fits": [estimate_json(estimate) | self._evidence_json(estimate.layout) for estimate in self.advice.ranked],
+            "does_not_fit": [
+                _misfit_json(misfit) | self._evidence_json(misfit.layout) for misfit in self.advice.misfits
+            ],
             "needs_batch_multiple_of": self.advice.too_small,
             "rule": None
             if said is None
@@ -414,13 +424,13 @@ def _passed(found: Advice, kind: str) -> str:
         return f"{kind} is not possible: the batch of {found.training.batch:,} is not a multiple of" + (
             f" {found.too_small[kind]:,} samples."
         )
-    missing = next((one.missing for one in found.misfits if one.layout.kind == kind), None)
+    missing = next((misfit.missing for misfit in found.misfits if misfit.layout.kind == kind), None)
     return f"{kind} is not possible here." if missing is None else f"{kind} does not fit: {size(missing)} are missing."
 
 
 def _nothing_fits(found: Advice) -> str:
     asked = found.training
-    least = min((one.missing for one in found.misfits), default=None)
+    least = min((misfit.missing for misfit in found.misfits), default=None)
     if least is None:
         return (
             f"Nothing is possible: no mesh of {asked.devices:,} devices divides the batch of {asked.batch:,} samples."

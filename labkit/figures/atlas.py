@@ -195,7 +195,7 @@ Pair = tuple[Published, float, float]  # modelled, measured
 
 def _speeds(runs: Iterable[Published]) -> list[Pair]:
     known = ((run, speed(run)) for run in runs)
-    return [(run, modelled(run).tokens_per_second_per_gpu, found) for run, found in known if found]
+    return [(run, modelled(run).tokens_per_second_per_gpu, measured) for run, measured in known if measured]
 
 
 def _memories(runs: Iterable[Published]) -> list[Pair]:
@@ -206,7 +206,7 @@ _ENOUGH = 10  # runs of which a median and quantiles say something
 
 
 def _compared(name: str, what: str, pairs: Sequence[Pair]) -> str:
-    ratios = [there / found for _, there, found in pairs]
+    ratios = [there / measured for _, there, measured in pairs]
     if len(ratios) < _ENOUGH:
         return ""
     low, high = quartiles(ratios)
@@ -330,8 +330,8 @@ def _groups(runs: Sequence[Published], by: str) -> dict[str, list[Published]]:
     counts = Counter(map(value, runs))
     shown = {value for value, _ in counts.most_common(_COLOURS - (len(counts) > _COLOURS))}
     first = {value(run): run for run in runs}
-    order = sorted(shown, key=lambda each: (first[each].training.model.parameters * (by == "model"), each))
-    groups: dict[str, list[Published]] = {words.format(each): [] for each in order}
+    order = sorted(shown, key=lambda group: (first[group].training.model.parameters * (by == "model"), group))
+    groups: dict[str, list[Published]] = {words.format(shown_value): [] for shown_value in order}
     for run in runs:
         name = words.format(value(run)) if value(run) in shown else _REST
         groups.setdefault(name, []).append(run)
@@ -477,7 +477,7 @@ def _heading(text: str, x: float, y: float) -> dict[str, Any]:
 
 def _diagonal(pairs: Sequence[Pair], x: str, y: str, unit: float) -> list[dict[str, Any]]:
     """The line on which measured and modelled figures are equal."""
-    known = [value / unit for _, there, found in pairs for value in (there, found) if math.isfinite(value)]
+    known = [value / unit for _, there, measured in pairs for value in (there, measured) if math.isfinite(value)]
     if not known:
         return []
     line = {

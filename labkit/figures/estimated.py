@@ -101,8 +101,8 @@ class Estimated(_Tables):
             if seconds > _SHOWN * one.seconds
         ]
         nearest = [
-            evidence_cells(one.layout.title, one.tokens_per_second_per_gpu, one.memory.total, each)
-            for each in self.nearest
+            evidence_cells(one.layout.title, one.tokens_per_second_per_gpu, one.memory.total, near)
+            for near in self.nearest
         ]
         heads = (EVIDENCE_HEADS[-1], *EVIDENCE_HEADS[1:-1])  # without the layout, which is the same in all rows
         rows = [(cells[-1], *cells[1:-1]) for cells in nearest]
@@ -138,7 +138,7 @@ class Estimated(_Tables):
             **estimate_json(one),
             "tokens_per_second_per_gpu": one.tokens_per_second_per_gpu,
             "ranges": {name: list(both) for name, both in one.ranges.items()},
-            "nearest": [evidence_json(each) for each in self.nearest],
+            "nearest": [evidence_json(near) for near in self.nearest],
         }
 
 
@@ -160,7 +160,7 @@ class Comparison(_Tables):
             (str(row.line), row.source, row.title, row.reason) for row in self.checked.refused
         ]
         tables: list[tuple[Sequence[str], list[tuple[str, ...]]]] = [
-            (CHECK_HEADS, [_cells(one) for one in self.checked.agreements])
+            (CHECK_HEADS, [_cells(agreement) for agreement in self.checked.agreements])
         ]
         return [*tables, (REFUSED_HEADS, refused)] if refused else tables
 
@@ -168,7 +168,9 @@ class Comparison(_Tables):
     def sentences(self) -> list[str]:
         """What the columns mean, and which rows were fitted."""
         used = Counter(pair.run.layout.framework.title for pair in self.checked.pairs)
-        fitted = sorted(one.title for one in FRAMEWORKS.values() if one.fitted and one.title in used)
+        fitted = sorted(
+            framework.title for framework in FRAMEWORKS.values() if framework.fitted and framework.title in used
+        )
         fitted = [title for title in fitted if "," not in title]  # not the variants of a row
         return [
             "Errors: |modelled / measured − 1|, of tokens/s and of peak memory per GPU; p90: nine tenths of the rows"
@@ -185,7 +187,7 @@ class Comparison(_Tables):
         return {
             "source": "modelled against measured",
             "file": str(self.checked.path),
-            "rows": [_agreement_json(one) for one in self.checked.agreements],
+            "rows": [_agreement_json(agreement) for agreement in self.checked.agreements],
             "not_computed": [vars(row) for row in self.checked.refused],
             "sentences": self.sentences,
         }

@@ -44,16 +44,16 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
         for kind, steps in ((" predicted", predicted), ("", found))
         if (one := steps.get(rank))
     ]
-    width = max(shift + one.seconds for _, _, one, shift in drawn)
+    width = max(shift + timeline.seconds for _, _, timeline, shift in drawn)
     lanes = tuple(name for rank, kind, *_ in drawn for name in (f"rank {rank}{kind}", f"comm {rank}{kind}"))
     computed: dict[str, list[tuple[int, float, float, str]]] = {phase: [] for phase in PHASES}
     sent: dict[str, list[tuple[int, float, float, str]]] = {}
-    for index, (rank, kind, one, shift) in enumerate(drawn):
-        for phase, start, end, words in _computing(one, width / _PIXELS):
+    for index, (rank, kind, timeline, shift) in enumerate(drawn):
+        for phase, start, end, words in _computing(timeline, width / _PIXELS):
             computed.setdefault(phase, []).append(
                 (2 * index, _ms(start + shift), _ms(end + shift), f"rank {rank}{kind}: {words}")
             )
-        for op, start, end, words in _sending(one, width / _PIXELS):
+        for op, start, end, words in _sending(timeline, width / _PIXELS):
             sent.setdefault(op, []).append(
                 (2 * index + 1, _ms(start + shift), _ms(end + shift), f"rank {rank}{kind}: {words}")
             )
@@ -69,13 +69,13 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
     notes += ["predicted: simulated"] if predicted else []
     notes += [*(["clocks disagree: aligned by common collectives"] if moved else [])]
     notes += [
-        f"clock of {host} corrected by {_ms(-one.seconds):+.2f} ± {_ms(one.uncertainty):.2f} ms"
-        for host, one in clocks(state).items()
+        f"clock of {host} corrected by {_ms(-clock.seconds):+.2f} ± {_ms(clock.uncertainty):.2f} ms"
+        for host, clock in clocks(state).items()
     ]
     notes += [f"no timeline of {missing} rank{'s' if missing > 1 else ''}"] if missing else []
-    left_out = max((one.left_out for one in found.values()), default=0)
+    left_out = max((timeline.left_out for timeline in found.values()), default=0)
     notes += [f"the last {left_out:,} collectives are omitted"] if left_out else []
-    if any(one.backend == "gloo" for one in found.values()):
+    if any(timeline.backend == "gloo" for timeline in found.values()):
         notes.append("gloo: from queued to completed")
     title = f"Step {step}" if found else "A step, as predicted"
     return Chart(
@@ -146,7 +146,7 @@ def _merged(span: list[Any]) -> tuple[str, float, float, str]:
 
 
 def _overlap_in_words(found: Mapping[int, Timeline]) -> str:
-    under_way, exposed = (sum(values) for values in zip(*(overlap(one) for one in found.values())))
+    under_way, exposed = (sum(values) for values in zip(*(overlap(timeline) for timeline in found.values())))
     if not under_way:
         return "no communication"
     share = 1 - min(1.0, exposed / under_way)
@@ -211,7 +211,7 @@ def predicted_steps(state: RunState) -> dict[int, Timeline]:
     if plan is None:
         return {}
     timelines = predicted_timelines(plan)
-    few = [one.rank for one in plan.ranks if len(plan.ranks) <= _FEW or one.rank == one.like]
+    few = [predicted.rank for predicted in plan.ranks if len(plan.ranks) <= _FEW or predicted.rank == predicted.like]
     return {rank: as_profiled(timelines[rank]) for rank in few if rank in timelines}
 
 
@@ -219,14 +219,22 @@ def _predicted(state: RunState) -> dict[int, Owners]:
     """The predicted bytes at the peak, by rank; of many ranks, only one of each group of equal ranks."""
     ranks = state.prediction.ranks if state.prediction else []
     few = len(ranks) <= _FEW
-    return {one.rank: one.at_peak for one in ranks if one.at_peak and (few or one.rank == one.like)}
+    return {
+        predicted.rank: predicted.at_peak
+        for predicted in ranks
+        if predicted.at_peak and (few or predicted.rank == predicted.like)
+    }
 
 
 def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
     """Bytes by owner over one profiled step of a rank (default: the rank with the highest peak), with its phases along
     the bottom, and the predicted sum as a dashed line.
     """
-    profiled = [(one, one.memory_step) for one in _ranks(state) if one.memory_step and rank in (None, one.rank)]
+    profiled = [
+        (state_of_rank, state_of_rank.memory_step)
+        for state_of_rank in _ranks(state)
+        if state_of_rank.memory_step and rank in (None, state_of_rank.rank)
+    ]
     title = "Memory over one step"
     if not profiled:
         return Chart("memory_of_step", title, Axis("ms", end=1.0), Axis("MiB"), note=_NONE)
@@ -265,7 +273,7 @@ def _predicted_step(state: RunState, rank: int) -> PredictedStep | None:
 def _predicted_curve(step: PredictedStep, held: MemoryStep, unit: float) -> Line:
     """The predicted sum of all owners. A trace counts operations, so each of its phases is stretched to the time of the
     measured one."""
-    spans, measured = ({name: span for name, *span in _whole(one.phases)} for one in (step, held))
+    spans, measured = ({name: span for name, *span in _whole(profile.phases)} for profile in (step, held))
     names = [name for name in spans if name in measured]
     anchors = sorted((spans[name][end], measured[name][end]) for name in names for end in (0, 1))
     before, after = zip((0.0, 0.0), *anchors, (step.seconds, held.seconds))
@@ -281,9 +289,9 @@ def _whole(phases: Iterable[Span]) -> Iterator[Span]:
     spans: dict[str, list[tuple[float, float]]] = {}
     for name, start, end in phases:
         spans.setdefault(name, []).append((start, end))
-    for name, each in spans.items():
+    for name, parts in spans.items():
         if name != "other":
-            yield name, each[0][0], each[-1][1]
+            yield name, parts[0][0], parts[-1][1]
 
 
 def _ranks(state: RunState) -> list[RankState]:

@@ -23,7 +23,8 @@ class Findings(tuple[Finding, ...]):
 
     def __repr__(self) -> str:
         lines = [
-            f"{one.title}\n    Evidence: {one.evidence}\n    Cause: {one.cause}\n    Fix: {one.fix}" for one in self
+            f"{finding.title}\n    Evidence: {finding.evidence}\n    Cause: {finding.cause}\n    Fix: {finding.fix}"
+            for finding in self
         ]
         return visible("\n".join(lines)) or "no findings"
 
@@ -51,10 +52,12 @@ def _entry(one: Entry) -> str:
 def findings_html(found: Iterable[Finding]) -> str:
     """Findings, each with its evidence, cause and fix, as HTML; empty for none."""
     rows = []
-    for one in found:
-        parts = (("Evidence", one.evidence), ("Cause", one.cause), ("Fix", one.fix))
+    for finding in found:
+        parts = (("Evidence", finding.evidence), ("Cause", finding.cause), ("Fix", finding.fix))
         details = "".join(f"<div><b>{name}</b> {escape(text)}</div>" for name, text in parts)
-        rows.append(f'<div class="labkit-diagnosis labkit-{one.kind}"><p>{escape(one.title)}</p>{details}</div>')
+        rows.append(
+            f'<div class="labkit-diagnosis labkit-{finding.kind}"><p>{escape(finding.title)}</p>{details}</div>'
+        )
     return "".join(rows)
 
 
@@ -62,9 +65,9 @@ def ledger_html(entries: Iterable[Entry]) -> str:
     """The ledger as a table: bytes per step by operation, measured and expected, and why they differ; empty for
     none."""
     rows = []
-    for one in entries:
-        theory = "–" if one.theory is None else size(one.theory)
-        cells = (one.op, f"{one.calls:g}", size(one.measured), theory, one.formula, one.reason)
+    for entry in entries:
+        theory = "–" if entry.theory is None else size(entry.theory)
+        cells = (entry.op, f"{entry.calls:g}", size(entry.measured), theory, entry.formula, entry.reason)
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     if not rows:
         return ""

@@ -34,7 +34,7 @@ def contents(job: Portable, profile: Profile) -> dict[str, str]:
     return {
         "README.md": _readme(job),
         **job.all_files,
-        "torchrun.txt": "".join(f"{one}\n" for one in commands(job)),
+        "torchrun.txt": "".join(f"{line}\n" for line in commands(job)),
         "job.sbatch": sbatch(job, profile),
         "trainjob.yaml": trainjob(job, profile),
         "skypilot.yaml": skypilot(job, profile),

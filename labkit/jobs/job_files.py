@@ -66,7 +66,7 @@ def profile(name: str = DEFAULT) -> Profile:
 
 
 def _checked(path: object, title: str, values: dict[str, str]) -> dict[str, str]:
-    limits.check_names(path, title, values, (one.name for one in fields(Profile)))
+    limits.check_names(path, title, values, (option.name for option in fields(Profile)))
     for name, value in values.items():
         if "\n" in value:
             raise limits.ConfigError(f"{path}: {name} in [{title}] must be one line, got {shown(value)}")
@@ -163,7 +163,7 @@ def sbatch(job: Portable, profile: Profile, launch: Launch = BARE) -> str:
     lines = [
         "#!/bin/bash",
         f"# {job.name}: {counted(job.ranks, 'rank')} on {counted(job.nodes, 'node')}.",
-        *(f"#SBATCH {one}" for one in directives),
+        *(f"#SBATCH {directive}" for directive in directives),
         *("", "set -euo pipefail"),
         *([f"module load {profile.modules}"] if profile.modules else []),
         *([profile.setup] if profile.setup else []),
@@ -175,11 +175,11 @@ def sbatch(job: Portable, profile: Profile, launch: Launch = BARE) -> str:
         f"port=$(({_PORTS[0]} + SLURM_JOB_ID % {_PORTS[1]}))  # jobs that share a node have different ports",
         "",
         "srun --kill-on-bad-exit=1 \\",
-        *(f"  {one} \\" for one in (*_container(job, profile), _words(launch.torchrun))),
+        *(f"  {words} \\" for words in (*_container(job, profile), _words(launch.torchrun))),
         f'  --nnodes="$SLURM_NNODES" --nproc-per-node={job.per_node} --max-restarts={job.max_restarts} \\',
         '  --rdzv-backend=c10d --rdzv-endpoint="${hosts[0]}:$port" \\',
         '  --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \\',
-        *(f"  {_words([one])} \\" for one in launch.options),
+        *(f"  {_words([option])} \\" for option in launch.options),
         f"  {_words(job.target)} &",
         "wait $!  # in the background, so that this shell handles signals",
         "",

@@ -37,7 +37,7 @@ def local_modules(root: Path, script: str = "", module: str = "") -> list[Path]:
         raise SpecError("script", f"{error.filename}:{error.lineno} is not valid Python: {error.msg}") from None
     except ImportError:
         raise SpecError("script", f"{root} has no module {module}; pack it from the folder that contains it") from None
-    found = {Path(one.__file__) for one in finder.modules.values() if one.__file__}
+    found = {Path(imported.__file__) for imported in finder.modules.values() if imported.__file__}
     return sorted(path for path in found if path.suffix == ".py" and path.is_relative_to(root))
 
 
@@ -47,7 +47,7 @@ def requirements(files: Mapping[str, str], torch: str = "") -> tuple[str, ...]:
     own = {path.partition("/")[0].removesuffix(".py") for path in files}
     wanted = {"torch"} | {name for text in files.values() for name in _imports(text)}
     distributions = metadata.packages_distributions()
-    names = {one for name in wanted - own - {_LAB} for one in distributions.get(name, ())[:1]}
+    names = {distribution for name in wanted - own - {_LAB} for distribution in distributions.get(name, ())[:1]}
     pins = {name: metadata.version(name).partition("+")[0] for name in names - {_LAB}}
     if torch:
         pins["torch"] = torch
@@ -100,7 +100,7 @@ class Portable:
     @property
     def all_files(self) -> dict[str, str]:
         """The files that the job needs wherever it runs: its own, and the list of packages."""
-        return {**self.files, REQUIREMENTS: "".join(f"{one}\n" for one in self.requirements)}
+        return {**self.files, REQUIREMENTS: "".join(f"{requirement}\n" for requirement in self.requirements)}
 
 
 def of_spec(spec: Spec, nodes: int = 1) -> Portable:

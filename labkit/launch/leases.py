@@ -62,13 +62,17 @@ class Lease:
     def take(self) -> bool:
         """Takes the devices if it is this run's turn and enough are free. Raises `LeaseError`."""
         with _queue(self._place):
-            others = [one for one in _living(self._place, self.ticket.number) if set(one.pool) & set(self.ticket.pool)]
+            others = [
+                ticket
+                for ticket in _living(self._place, self.ticket.number)
+                if set(ticket.pool) & set(self.ticket.pool)
+            ]
             if self._lock is None:
                 self._join()
-            self._ahead = [one for one in others if one.granted or one.number < self.ticket.number]
-            used = {device for one in others for device in one.granted}
+            self._ahead = [ticket for ticket in others if ticket.granted or ticket.number < self.ticket.number]
+            used = {device for ticket in others for device in ticket.granted}
             free = [device for device in self.ticket.pool if device not in used]
-            if any(not one.granted for one in self._ahead) or len(free) < self.ticket.wanted:
+            if any(not ticket.granted for ticket in self._ahead) or len(free) < self.ticket.wanted:
                 return False
             self.ticket = replace(self.ticket, granted=tuple(free[: self.ticket.wanted]), since=time.time())
             self._describe()
@@ -77,9 +81,9 @@ class Lease:
     @property
     def words(self) -> str:
         """What this run waits for, and behind whom, after `take` has returned False."""
-        holders = [one for one in self._ahead if one.granted]
-        position = 1 + sum(not one.granted for one in self._ahead)
-        shown = "; ".join(f"{one.user} has {devices(one)} for {duration(one)}" for one in holders[:3])
+        holders = [ticket for ticket in self._ahead if ticket.granted]
+        position = 1 + sum(not ticket.granted for ticket in self._ahead)
+        shown = "; ".join(f"{ticket.user} has {devices(ticket)} for {duration(ticket)}" for ticket in holders[:3])
         more = f" and {len(holders) - 3} more" if len(holders) > 3 else ""
         return f"waiting for {devices(self.ticket)}: position {position} in the queue; {shown}{more}"
 
@@ -206,7 +210,7 @@ def _read(place: Path, number: int) -> Ticket | None:
         with open(_description_of(place, number), "rb") as file:
             given = json.loads(file.read(_LARGEST))
         texts = {name: str(given[name])[:200] for name in ("user", "run", "kind")}
-        pool, granted = (tuple(str(one)[:80] for one in given[name]) for name in ("pool", "granted"))
+        pool, granted = (tuple(str(device)[:80] for device in given[name]) for name in ("pool", "granted"))
         since = None if given["since"] is None else float(given["since"])
         times = {"asked": float(given["asked"]), "since": since}
         return Ticket(number=number, wanted=int(given["wanted"]), pool=pool, granted=granted, **texts, **times)

@@ -206,7 +206,7 @@ def _other_format(checkpoint: Checkpoint, spec: Spec, name: str) -> str:
 
 
 def _other_layout(checkpoint: Checkpoint, spec: Spec, name: str) -> str:
-    found, expected = checkpoint.identity.get(name), " or ".join(LAYOUTS[one] for one in spec.strategy_row.reads)
+    found, expected = checkpoint.identity.get(name), " or ".join(LAYOUTS[layout] for layout in spec.strategy_row.reads)
     readers = [row.name for row in STRATEGIES.values() if found in row.reads and "resume" not in row.lacks]
     if not readers:
         return f"{checkpoint.path} has the layout {found!r}, which no strategy can load; {_WITHOUT}"

@@ -96,13 +96,13 @@ def without_effect(of: Iterable[Field[Any]], values: Mapping[str, Any]) -> dict[
     script = values.get("script")
     kind = STRATEGY if script is None else SCRIPT
     found = {}
-    for one in of:
-        value, known = values.get(one.name, default_of(one)), about(one)
-        if kind not in known.applies_to and value != default_of(one):
-            found[one.name] = (
-                f"{one.name}={shown(value)} applies only to your own script; name it with script='train.py'"
+    for option in of:
+        value, known = values.get(option.name, default_of(option)), about(option)
+        if kind not in known.applies_to and value != default_of(option):
+            found[option.name] = (
+                f"{option.name}={shown(value)} applies only to your own script; name it with script='train.py'"
                 if kind == STRATEGY
-                else f"{one.name.replace('_', '-')} {shown(value)} applies only to a strategy; pass it to the script"
+                else f"{option.name.replace('_', '-')} {shown(value)} applies only to a strategy; pass it to the script"
                 f" {script} after --"
             )
     return found
@@ -117,7 +117,7 @@ def options_given(name: str, value: Any) -> dict[str, Any]:
 
 def arguments_given(name: str, value: Any) -> tuple[str, ...]:
     """Arguments of a script."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) and "\0" not in one for one in value):
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) and "\0" not in item for item in value):
         raise TypeError(f"{name} must be a list of strings such as ['--lr', '0.1'], got {shown(value)}")
     return tuple(value)
 

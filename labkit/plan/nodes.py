@@ -17,10 +17,10 @@ from labkit.setup.machine import Machine
 def arguments(spec: Spec) -> list[str]:
     """The arguments of `labkit run` for a Spec, without those that have their default."""
     words = [spec.strategy] if spec.script is None else [*(["-m"] if spec.as_module else []), spec.script]
-    for one in fields(Spec):
-        value = getattr(spec, one.name)
-        if about(one).on_command_line and value != default_of(one):
-            words += [f"--{one.name.replace('_', '-')}", *([] if about(one).switch else [str(value)])]
+    for flag in fields(Spec):
+        value = getattr(spec, flag.name)
+        if about(flag).on_command_line and value != default_of(flag):
+            words += [f"--{flag.name.replace('_', '-')}", *([] if about(flag).switch else [str(value)])]
     rows = () if spec.script else (*spec.strategy_row.all_options, *spec.workload_row.options)
     known = {option.name: option.default for option in rows}
     for name, value in spec.options.items():
@@ -74,7 +74,11 @@ class Node:
         except ValueError as error:
             raise SpecError("nodes", str(error)) from None
         host, _, port = self.endpoint.rpartition(":")
-        if not host.strip("[]") or any(one.isspace() for one in host) or _PORT.from_text(port) not in range(1, 65_536):
+        if (
+            not host.strip("[]")
+            or any(character.isspace() for character in host)
+            or _PORT.from_text(port) not in range(1, 65_536)
+        ):
             raise SpecError(
                 "nodes",
                 f"--rdzv-endpoint must be the address and a free port of node 0, such as node0:29500, got"

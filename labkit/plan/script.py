@@ -122,7 +122,7 @@ def read_module(module: str) -> Source:
         else:
             found = []
             definitions |= {definition.name: definition for definition in _definitions(node, module, text.splitlines())}
-        imports |= {one.binds: one for one in found}
+        imports |= {imported.binds: imported for imported in found}
     return Source(module, definitions, imports)
 
 
@@ -358,44 +358,54 @@ class Assembly:
     def write_short_in_place(self) -> None:
         """Replaces the only call of a short function by its body (`in_place`). What a strategy or a fault defines stays
         a function: it is what the script is about."""
-        common = [one for one in self.found.values() if one.home == self.order[-1].module or of_a_workload(one.home)]
-        for one in common:
-            callers = [other for other in self.found.values() if one.name in other.uses]
-            if len(callers) == 1 and (merged := in_place(self.found[one.name], *callers)):
+        common = [
+            definition
+            for definition in self.found.values()
+            if definition.home == self.order[-1].module or of_a_workload(definition.home)
+        ]
+        for definition in common:
+            callers = [other for other in self.found.values() if definition.name in other.uses]
+            if len(callers) == 1 and (merged := in_place(self.found[definition.name], *callers)):
                 self.found[merged.name] = merged
-                del self.found[one.name]
+                del self.found[definition.name]
 
     def imports(self) -> str:
         """The imports, sorted as ruff sorts them: the standard library, then the rest."""
         from_module: dict[str, list[Import]] = {}
         lines: dict[bool, list[str]] = {True: [], False: []}
-        used = {name for one in self.found.values() for name in one.uses}
-        for one in sorted((self.imported[name] for name in used & {*self.imported}), key=lambda one: one.module):
-            if one.name is None:
-                lines[_standard(one.module)].append(f"import {one.module}{one.renamed}")
+        used = {name for definition in self.found.values() for name in definition.uses}
+        for imported in sorted(
+            (self.imported[name] for name in used & {*self.imported}), key=lambda imported: imported.module
+        ):
+            if imported.name is None:
+                lines[_standard(imported.module)].append(f"import {imported.module}{imported.renamed}")
             else:
-                from_module.setdefault(one.module, []).append(one)
+                from_module.setdefault(imported.module, []).append(imported)
         for module, those in from_module.items():
-            names = ", ".join(f"{one.name}{one.renamed}" for one in sorted(those, key=_by_kind))
+            names = ", ".join(f"{imported.name}{imported.renamed}" for imported in sorted(those, key=_by_kind))
             lines[_standard(module)].append(f"from {module} import {names}")
         return "\n\n".join("\n".join(group) for group in lines.values() if group)
 
     def constants(self, notes: Mapping[str, str]) -> str:
         """The settings, the ones of the base first, each with its value and comment."""
         lines = []
-        for one in self._in_order(constants=True):
-            text = one.set_to(self.values[one.name]) if one.name in self.values else one.text
-            lines.append(f"{text}  # {notes[one.name]}" if one.name in notes else text)
+        for definition in self._in_order(constants=True):
+            text = (
+                definition.set_to(self.values[definition.name]) if definition.name in self.values else definition.text
+            )
+            lines.append(f"{text}  # {notes[definition.name]}" if definition.name in notes else text)
         return "\n".join(lines)
 
     def program(self) -> list[str]:
         """Data, model, then the functions in the order of the base; a strategy's helpers precede the functions that use
         them."""
-        return [one.text for one in self._in_order(constants=False)]
+        return [definition.text for definition in self._in_order(constants=False)]
 
     def _in_order(self, constants: bool) -> list[Definition]:
         waiting = {
-            one.name: one for one in sorted(self.found.values(), key=self._position) if bool(one.value) == constants
+            definition.name: definition
+            for definition in sorted(self.found.values(), key=self._position)
+            if bool(definition.value) == constants
         }
         ordered = []
 

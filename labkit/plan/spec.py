@@ -202,7 +202,7 @@ class Spec:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._settle(**check_fields({one.name: getattr(self, one.name) for one in fields(self)}))
+        self._settle(**check_fields({own.name: getattr(self, own.name) for own in fields(self)}))
         for name, refusal in checks.without_effect(fields(self), vars(self)).items():
             raise SpecError(name, refusal)
         if self.script is None:
@@ -334,14 +334,14 @@ class Spec:
 
     def to_json(self) -> dict[str, Any]:
         """A dict of plain values, as stored in `spec.json`."""
-        plain = {one.name: getattr(self, one.name) for one in fields(self)}
+        plain = {own.name: getattr(self, own.name) for own in fields(self)}
         return plain | {"options": dict(self.options), "args": list(self.args)}
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Spec:
         """The Spec of a `spec.json`. Fields unknown to this version are ignored, and so are values without an effect,
         which earlier versions accepted."""
-        known = {one.name: given[one.name] for one in fields(cls) if one.name in given}
+        known = {own.name: given[own.name] for own in fields(cls) if own.name in given}
         idle = checks.without_effect(fields(cls), check_fields(known))
         return cls(**{name: value for name, value in known.items() if name not in idle})
 

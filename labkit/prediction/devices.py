@@ -397,8 +397,8 @@ _SLINGSHOT = _network("Slingshot 11", 12.5, 0.8, "4 adapters of 200 Gbit/s for 8
 
 HERE = "here"
 DEVICES: dict[str, Device] = {
-    one.name: one
-    for one in (
+    device.name: device
+    for device in (
         Device(HERE, "this machine, as measured by labkit doctor --calibrate"),
         Device("t4x2", "2 × T4 with PCIe", 2, T4, _PCIE3),
         Device("a100x8", "nodes of 8 × A100 with NVLink, InfiniBand HDR between nodes", 8, A100, _NVLINK3, _HDR),
@@ -424,7 +424,7 @@ DEVICES: dict[str, Device] = {
         Device("l4", "up to 8 × L4 with PCIe", 8, L4, _PCIE4),
     )
 }
-ACCELERATED = tuple(name for name, one in DEVICES.items() if one.accelerator)  # with all figures in the table
+ACCELERATED = tuple(name for name, device in DEVICES.items() if device.accelerator)  # with all figures in the table
 DEFAULT_MACHINE = "h100x8"
 
 
@@ -435,9 +435,9 @@ def device(name: str) -> Device:
 
 def accelerator_of(name: str) -> Accelerator | None:
     """The accelerator that the driver calls `name`; None if the table has none."""
-    known = (one.accelerator for one in DEVICES.values() if one.accelerator)
-    matching = (one for one in known if name.startswith(one.driver))
-    return max(matching, key=lambda one: len(one.driver), default=None)
+    known = (device.accelerator for device in DEVICES.values() if device.accelerator)
+    matching = (accelerator for accelerator in known if name.startswith(accelerator.driver))
+    return max(matching, key=lambda accelerator: len(accelerator.driver), default=None)
 
 
 def check_fits(machine: Device, ranks: int, nodes: int) -> None:

@@ -29,10 +29,10 @@ def on_gpus(plan: Plan, machine: Device) -> Plan:
     parts = [_on_gpu(part, workspace) for part in plan.classes]
     steps = {rank: part.step for part in parts if part.allocator for rank in part.ranks}
     ranks = [
-        replace(one, peak_memory_bytes=steps[one.rank].peak, at_peak=steps[one.rank].at_peak)
-        if one.rank in steps
-        else one
-        for one in plan.ranks
+        replace(predicted, peak_memory_bytes=steps[predicted.rank].peak, at_peak=steps[predicted.rank].at_peak)
+        if predicted.rank in steps
+        else predicted
+        for predicted in plan.ranks
     ]
     return replace(plan, ranks=ranks, classes=parts)
 
@@ -43,7 +43,7 @@ def _here() -> Accelerator | None:
 
 
 def _on_gpu(part: PredictedClass, workspace: int) -> PredictedClass:
-    found = next((one for one in part.allocator if one.workspace == workspace), None)
+    found = next((peaks for peaks in part.allocator if peaks.workspace == workspace), None)
     if found is None:
         return part
     step = part.step
@@ -117,7 +117,7 @@ def _published(spec: Spec, accelerator: Accelerator) -> Peak:
 def _measured(spec: Spec, machine: Machine) -> Peak:
     """Of the ranks that were measured together, each had a share of the cores; so do the ranks of the Spec."""
     precision, ranks = spec.precision or "fp32", spec.nproc or 1
-    table = _nearest([one for one in stored(machine).tables if precision in one.peaks], ranks)
+    table = _nearest([candidate for candidate in stored(machine).tables if precision in candidate.peaks], ranks)
     if table is None:
         return Peak(None, f"no peak of this CPU has been measured for {precision}; measure it with {CALIBRATE}")
     share = min(1.0, machine.cores / ranks) / min(1.0, machine.cores / table.ranks)
@@ -128,14 +128,16 @@ def _measured(spec: Spec, machine: Machine) -> Peak:
 def kernels_of(machine: Machine, ranks: int) -> LinkTable:
     """The measured table with what kernels reach on this machine, of the nearest number of ranks; `LookupError` if
     there is none."""
-    table = _nearest([one for one in stored(machine).tables if one.kernels and one.peaks], ranks)
+    table = _nearest(
+        [candidate for candidate in stored(machine).tables if candidate.kernels and candidate.peaks], ranks
+    )
     if table is None:
         raise LookupError(f"what kernels reach on this machine has not been measured; measure it with {CALIBRATE}")
     return table
 
 
 def _nearest(tables: Sequence[LinkTable], ranks: int) -> LinkTable | None:
-    return min(tables, key=lambda one: abs(math.log(one.ranks / ranks)), default=None)
+    return min(tables, key=lambda table: abs(math.log(table.ranks / ranks)), default=None)
 
 
 # ---- whether the ranks of a plan fit into the memory of their devices
@@ -148,7 +150,7 @@ _SHARED = "the memory of this machine, which its ranks share; what their process
 def with_fit(plan: Plan, spec: Spec, machine: Device | None = None) -> Plan:
     """A plan with `fits` and `memory` on a machine of the table, or on this one."""
     peaks = [rank.peak_memory_bytes for rank in plan.ranks]
-    known = [one for one in peaks if one is not None]
+    known = [peak for peak in peaks if peak is not None]
     if not known or len(known) < len(peaks):
         return replace(plan, fits=None, memory=_memory(None, (0, 0), _NO_TRACE))
     accelerator = machine.accelerator if machine else None
@@ -185,5 +187,5 @@ def _on_gpus_here(plan: Plan, spec: Spec) -> MemoryLimit:
     if len(gpus) < ranks:
         why = f"this machine has {shown(len(gpus))} GPUs for {ranks} ranks; name a machine with --machine"
         return _memory(None, _of_a_rank(plan), why)
-    least = min(gpus[:ranks], key=lambda one: one.memory)
+    least = min(gpus[:ranks], key=lambda gpu: gpu.memory)
     return _memory(least.memory, _of_a_rank(plan), f"{least.name}, as its driver reports it")

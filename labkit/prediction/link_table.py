@@ -99,7 +99,7 @@ class LinkTable(Struct, frozen=True, dict=True, rename={"points": "operations"})
         empty if that was not measured. `LookupError` if the operation was not measured."""
         self._curve(operation)
         near = sorted(self.points[operation], key=lambda point: abs(math.log(point.size / max(1, size))))[:3]
-        return tuple(max(0.0, each - point.least) for point in near for each in point.after_computing)
+        return tuple(max(0.0, seconds - point.least) for point in near for seconds in point.after_computing)
 
     def latency(self, operation: str) -> float:
         """Seconds of the smallest size."""
@@ -129,7 +129,9 @@ class LinkTable(Struct, frozen=True, dict=True, rename={"points": "operations"})
     def error(self) -> float:
         """How far a repetition is from its median: half the distance of the quartiles as a share of the median, of the
         median operation and size."""
-        return median((each.high - each.low) / 2 / each.seconds for points in self.points.values() for each in points)
+        return median(
+            (point.high - point.low) / 2 / point.seconds for points in self.points.values() for point in points
+        )
 
     @property
     def title(self) -> str:
@@ -166,7 +168,7 @@ class Measured(CommunicationModel):
         if ranks in self.tables:
             table = self.tables[ranks]
             return Duration(table.seconds(operation, size), "measured", delays=table.delays(operation, size))
-        table = min(self.tables.values(), key=lambda one: abs(math.log(one.ranks / ranks)))
+        table = min(self.tables.values(), key=lambda candidate: abs(math.log(candidate.ranks / ranks)))
         name, algorithm = next(iter(ALGORITHMS[operation].items()))
         asked, known = algorithm(ranks, 1), algorithm(table.ranks, 1)
         latency = table.latency(operation)
@@ -207,7 +209,7 @@ def stored(machine: Machine) -> Stored:
             tables.append(_read(path, machine))
         except (OSError, ValueError) as error:
             problems.append(f"{path} cannot be used: {error}; measure again with {CALIBRATE}")
-    return Stored(tuple(sorted(tables, key=lambda one: (one.backend, one.ranks))), tuple(problems))
+    return Stored(tuple(sorted(tables, key=lambda table: (table.backend, table.ranks))), tuple(problems))
 
 
 def _read(path: Path, machine: Machine) -> LinkTable:

@@ -140,7 +140,7 @@ def _of_traces(spec: Spec, groups: Sequence[list[int]], traces: dict[int, dict[s
         trace = traces[ranks[0]]
         step, calls = decoded(trace["step"], PredictedStep), _executed(trace["calls"], spec.device != "cuda")
         ops = _by_operation(calls)
-        allocator = [decoded(one, AllocatorPeak) for one in trace["allocator"]]
+        allocator = [decoded(peaks, AllocatorPeak) for peaks in trace["allocator"]]
         parts.append(PredictedClass(ranks, step, ops, calls, allocator=allocator))
         for rank in ranks:
             found[rank] = PredictedRank(

@@ -67,7 +67,9 @@ Program = Sequence[Compute | Start | Wait]
 def program_of(items: Sequence[Sequence[Any]]) -> Program:
     """The program in the form of `tracing.compute`, which is JSON."""
     kinds = {"compute": Compute, "start": Start, "wait": Wait}
-    return [kinds[kind](*(tuple(one) if isinstance(one, list) else one for one in rest)) for kind, *rest in items]
+    return [
+        kinds[kind](*(tuple(value) if isinstance(value, list) else value for value in rest)) for kind, *rest in items
+    ]
 
 
 def moved(program: Program, rank: int, other: int, ranks: int) -> Program:
@@ -203,9 +205,9 @@ class _Simulation:
             key: Any = ("message", *ends)
             parties, members = len({*ends}), sorted((number, *item.ranks))
         else:
-            parties, members = len({self._like[one] for one in item.ranks}), item.ranks
-            key = (len(members), *sorted({self._like[one] for one in item.ranks}))
-        mine = next((one for one in self._open[key] if number not in one.started), None)
+            parties, members = len({self._like[rank_] for rank_ in item.ranks}), item.ranks
+            key = (len(members), *sorted({self._like[rank_] for rank_ in item.ranks}))
+        mine = next((operation for operation in self._open[key] if number not in operation.started), None)
         if mine is None:
             mine = _Operation(item.bytes, parties, *self._delay_and_seconds(item, members))
             self._open[key].append(mine)
@@ -236,34 +238,40 @@ class _Simulation:
     def _pass_time(self) -> None:
         """Time passes until the first computation or operation is over."""
         computing = [rank for rank in self._ranks.values() if rank.left > 0]
-        begun = [one for queue in self._queues.values() for one in islice(queue, self._width)]
+        begun = [operation for queue in self._queues.values() for operation in islice(queue, self._width)]
         if not computing and not begun:
             self._release()
             return
-        delayed = [one for one in begun if one.delay]
-        running = [one for one in begun if not one.delay]
+        delayed = [operation for operation in begun if operation.delay]
+        running = [operation for operation in begun if not operation.delay]
         rate = 1.0
         if self._cores is not None:
-            busy = [number for one in running for number in one.started]
-            busy += {number for one in delayed for number in one.started}  # a rank is delayed by several at once
+            busy = [number for operation in running for number in operation.started]
+            busy += {
+                number for operation in delayed for number in operation.started
+            }  # a rank is delayed by several at once
             load = sum(rank.copies for rank in computing) + sum(self._ranks[number].copies for number in busy)
             rate = min(1.0, self._cores / load)
-        passed = min([one.left for one in (*computing, *running)] + [one.delay for one in delayed])
+        passed = min(
+            [operation.left for operation in (*computing, *running)] + [operation.delay for operation in delayed]
+        )
         self._time += passed / rate
-        for one in delayed:
-            one.delay = _less(one.delay, passed)
-        for one in (*computing, *running):
-            one.left = _less(one.left, passed)
+        for operation in delayed:
+            operation.delay = _less(operation.delay, passed)
+        for operation in (*computing, *running):
+            operation.left = _less(operation.left, passed)
         for queue in self._queues.values():
-            for one in [one for one in islice(queue, self._width) if not one.delay and not one.left]:
-                one.end = self._time
-                queue.remove(one)
+            for operation in [
+                operation for operation in islice(queue, self._width) if not operation.delay and not operation.left
+            ]:
+                operation.end = self._time
+                queue.remove(operation)
 
     def _release(self) -> None:
         """Every rank waits for an operation that another one never starts: classes need not be symmetric. The operation
         that was started first runs without the missing ranks."""
         key, first = min(
-            ((key, one) for key, waiting in self._open.items() for one in waiting),
+            ((key, operation) for key, waiting in self._open.items() for operation in waiting),
             key=lambda pair: min(pair[1].started.values()),
         )
         self._open[key].remove(first)
@@ -296,7 +304,7 @@ def _timeline(rank: _Rank, number: int, end: float) -> PredictedTimeline:
         else:
             busy.append((start, stop))
     comm = [
-        Call(op, one.started[number] - rank.began, min(one.end, end) - rank.began, one.bytes)
-        for op, one in rank.own.values()
+        Call(op, operation.started[number] - rank.began, min(operation.end, end) - rank.began, operation.bytes)
+        for op, operation in rank.own.values()
     ]
     return PredictedTimeline(end - rank.began, phases, comm, busy, dict(exposed))

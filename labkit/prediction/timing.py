@@ -198,8 +198,8 @@ def _modelled(
         raise LookupError("it is not modelled for several devices in one process")
     groups, work = [part.ranks for part in plan.classes], programs(spec, cancelled)
     middle, fast, slow = (
-        _simulated(groups, {rank: with_seconds(items, one) for rank, items in work.items()}, links, cores, _ALIKE)
-        for one in rooflines
+        _simulated(groups, {rank: with_seconds(items, roofline) for rank, items in work.items()}, links, cores, _ALIKE)
+        for roofline in rooflines
     )
     for first, timeline in middle.items():
         timeline.low, timeline.high = fast[first].seconds, slow[first].seconds

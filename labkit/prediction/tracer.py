@@ -56,7 +56,7 @@ def joined(groups: Sequence[list[int]], traces: Mapping[int, Mapping[str, Any]])
     """Classes whose traces turned out to be equal become one."""
     found: list[list[int]] = []
     for ranks in groups:
-        same = next((each for each in found if traces[each[0]] == traces[ranks[0]]), None)
+        same = next((ranks_of_class for ranks_of_class in found if traces[ranks_of_class[0]] == traces[ranks[0]]), None)
         if same is None:
             found.append([*ranks])
         else:
@@ -154,7 +154,7 @@ def _generated(spec: Spec) -> dict[str, Any]:
 
 def _on_one_device(spec: Spec) -> str:
     """The source of a script that trains the same model on one device, without further options."""
-    options = {one.name: spec.options[one.name] for one in spec.workload_row.options}
+    options = {option.name: spec.options[option.name] for option in spec.workload_row.options}
     return write_script(Spec(BASELINE.name, spec.workload, nproc=1, device="cpu", data=spec.data, options=options))
 
 

@@ -134,7 +134,7 @@ def _compared(root: Path, parents: list[str], name: str) -> int:
     _require_regular(before[-1], name)  # before opening: a device may act on being opened
     opened = os.open(path, _FILE)
     after = [*_look(root, parents, name)[:-1], os.fstat(opened)]
-    if any((one.st_dev, one.st_ino) != (other.st_dev, other.st_ino) for one, other in zip(before, after)):
+    if any((status.st_dev, status.st_ino) != (other.st_dev, other.st_ino) for status, other in zip(before, after)):
         os.close(opened)
         raise NotPlain(f"{name} was replaced while it was opened")
     return opened

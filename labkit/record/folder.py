@@ -86,7 +86,7 @@ class RunFolder:
     def readable(cls, folders: Iterable[RunFolder]) -> tuple[list[RunFolder], dict[str, str]]:
         """The readable ones of `folders`, and by name the reason why each of the others is unreadable."""
         reasons = {folder: folder.trouble() for folder in folders}
-        return [one for one, why in reasons.items() if not why], {one.name: why for one, why in reasons.items() if why}
+        return [run for run, why in reasons.items() if not why], {run.name: why for run, why in reasons.items() if why}
 
     @classmethod
     def find(cls, name: str, root: Path | None = None) -> RunFolder:

@@ -63,9 +63,9 @@ def of_script(frame: FrameType | None = None) -> list[traceback.FrameSummary]:
     """The script's frames outside of `frame` (default: this call), the outermost first."""
     frames = traceback.extract_stack(frame or sys._getframe(1))
     begins = max(
-        (index + 1 for index, one in enumerate(frames) if one.filename == RUNNER and one.name == "_run"), default=0
+        (index + 1 for index, call in enumerate(frames) if call.filename == RUNNER and call.name == "_run"), default=0
     )
-    return [one for one in frames[begins:] if not one.filename.startswith((str(Path(RUNNER).parent), "<frozen"))]
+    return [call for call in frames[begins:] if not call.filename.startswith((str(Path(RUNNER).parent), "<frozen"))]
 
 
 def of_crash(dump: str) -> str:

@@ -103,11 +103,13 @@ def calibrate(
             late[operation][line["size"]] += line["after_computing"]
             report(f"round {line['round']}: {operation}, {size(line['size'])}")
     points = {
-        operation: tuple(_point(count, each, late[operation][count]) for count, each in sorted(by_size.items()))
+        operation: tuple(
+            _point(count, durations, late[operation][count]) for count, durations in sorted(by_size.items())
+        )
         for operation, by_size in found.items()
         if operation not in missing
     }
-    peaks = {one: max(each) for one, each in flops.items()}
+    peaks = {precision: max(rates) for precision, rates in flops.items()}
     choose = {"copies": max, "launch": min, "slowdown": median}
     best = {name: choose[name](values) for name, values in kernels.items()}
     return structs.replace(planned, points=points, missing=missing, peaks=peaks, kernels=best)

@@ -126,8 +126,8 @@ class Comparing:
     def stop(self) -> None:
         """Stops the current run and skips the remaining ones."""
         self._stopping.set()
-        for one in self._runs[-1:]:
-            one.stop()
+        for run in self._runs[-1:]:
+            run.stop()
         self.wait()
 
     def wait(self, timeout: float | None = None) -> Comparing:
@@ -167,7 +167,7 @@ class Comparing:
     def rows(self) -> tuple[Row, ...]:
         """One row per Spec, in order."""
         started = self.runs
-        known = [(one.folder, one.state) for one in started]
+        known = [(run.folder, run.state) for run in started]
         waiting = [
             Row(spec.strategy, spec.strategy_row.title, spec.workload, devices=spec.nproc)
             for spec in self.specs[len(started) :]

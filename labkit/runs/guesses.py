@@ -63,8 +63,12 @@ class Guess:
         state = self._follower.state
         if not state.over:
             return "empty", f"{said} Display it again when {self._follower.folder.name} is over."
-        found = [one for one in outcomes(state) if one.figure == self.figure.name and one.measured is not None]
-        kind = ("wrong" if any(one.missed for one in found) else "right") if found else "empty"
+        found = [
+            outcome
+            for outcome in outcomes(state)
+            if outcome.figure == self.figure.name and outcome.measured is not None
+        ]
+        kind = ("wrong" if any(outcome.missed for outcome in found) else "right") if found else "empty"
         return kind, " ".join(sentences_about(state, self.figure.name))
 
     def _of_rows(self, rows: Sequence[Row], said: str) -> tuple[str, str]:
@@ -109,37 +113,40 @@ def _checked(figure: Guessable, value: Any) -> Guessed | dict[str, float]:
     if isinstance(value, (str, bytes)) or not isinstance(value, (Mapping, Sequence)):
         return float(bounds.check(name, value))
     if figure.compared and isinstance(value, Mapping):
-        named = ((check_choice(f"a strategy in {figure.name}", one, STRATEGIES), each) for one, each in value.items())
-        return {one: float(bounds.check(f"{name} of {one}", each)) for one, each in named}
+        named = (
+            (check_choice(f"a strategy in {figure.name}", strategy, STRATEGIES), amount)
+            for strategy, amount in value.items()
+        )
+        return {strategy: float(bounds.check(f"{name} of {strategy}", amount)) for strategy, amount in named}
     if not figure.of_rank:
         raise ValueError(f"{figure.name} is a figure of the whole run; give one value, got {shown(value)}")
     if not value:
         raise ValueError(f"{figure.name} must be one value, or one per rank, got {shown(value)}")
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
     return {
-        _RANK.check(f"a rank of {figure.name}", rank): float(bounds.check(f"{name} of rank {rank}", one))
-        for rank, one in pairs
+        _RANK.check(f"a rank of {figure.name}", rank): float(bounds.check(f"{name} of rank {rank}", value_of_rank))
+        for rank, value_of_rank in pairs
     }
 
 
 def pending(ranks: int) -> list[Guess]:
     """What waits for a run of `ranks` ranks. Raises `SpecError` for a prediction of a rank that the run does not
     have."""
-    found = [one for one in PENDING.values() if not one.figure.compared]
-    for one in found:
-        last = max(one.guessed) if isinstance(one.guessed, Mapping) else -1
+    found = [guess for guess in PENDING.values() if not guess.figure.compared]
+    for guess in found:
+        last = max(guess.guessed) if isinstance(guess.guessed, Mapping) else -1
         if last >= ranks:
             raise SpecError(
                 "guess",
-                f"{one.figure.name} was predicted for rank {last}, but the last rank of this run is rank {ranks - 1};"
-                f" call guess({one.figure.name!r}, …) again with the values of {ranks} ranks, or with one value",
+                f"{guess.figure.name} was predicted for rank {last}, but the last rank of this run is rank {ranks - 1};"
+                f" call guess({guess.figure.name!r}, …) again with the values of {ranks} ranks, or with one value",
             )
     return found
 
 
 def document(guesses: Sequence[Guess]) -> Guesses | None:
     """What a run folder stores; None without predictions."""
-    figures = {one.figure.name: one.guessed for one in guesses if one.guessed is not None}
+    figures = {guess.figure.name: guess.guessed for guess in guesses if guess.guessed is not None}
     if not figures:
         return None
     return Guesses(figures, v=GUESS, notebook=notebook() or None)
@@ -147,13 +154,13 @@ def document(guesses: Sequence[Guess]) -> Guesses | None:
 
 def attach(guesses: Sequence[Guess], folder: RunFolder) -> None:
     """Notes that a run has stored these predictions: they no longer wait."""
-    for one in guesses:
-        one.belongs_to(folder)
+    for guess in guesses:
+        guess.belongs_to(folder)
     withdraw(guesses)
 
 
 def withdraw(guesses: Sequence[Guess]) -> None:
     """Removes these predictions from those that wait, unless a later one has replaced them."""
-    for one in guesses:
-        if PENDING.get(one.figure.name) is one:
-            del PENDING[one.figure.name]
+    for guess in guesses:
+        if PENDING.get(guess.figure.name) is guess:
+            del PENDING[guess.figure.name]

@@ -156,7 +156,11 @@ def _constants(spec: Spec) -> dict[str, str]:
     if spec.script is not None:
         return {}
     tree = ast.parse(write_script(spec)).body
-    return {ast.unparse(one.targets[0]): ast.unparse(one.value) for one in tree if isinstance(one, ast.Assign)}
+    return {
+        ast.unparse(statement.targets[0]): ast.unparse(statement.value)
+        for statement in tree
+        if isinstance(statement, ast.Assign)
+    }
 
 
 def descriptor(stdin: int | None) -> int | None:
@@ -339,7 +343,7 @@ class Run:
 
     def _wait_for(self, finding: str, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not any(one.name == finding for one in self.findings()) and self._job.state not in OVER:
+        while not any(diagnosed.name == finding for diagnosed in self.findings()) and self._job.state not in OVER:
             if deadline is not None and time.monotonic() > deadline:
                 return
             time.sleep(_POLL_INTERVAL)

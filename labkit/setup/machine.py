@@ -47,7 +47,12 @@ def own_address(host: str) -> str:
 def interface_of(address: str) -> str:
     """The name of the interface that has an address of this machine; empty if none has."""
     return next(
-        (name for name, found in psutil.net_if_addrs().items() if any(one.address == address for one in found)), ""
+        (
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            if any(known.address == address for known in addresses)
+        ),
+        "",
     )
 
 

@@ -60,7 +60,7 @@ class Plan:
     def busiest(self) -> float:
         """The total that the busiest rank sends, in units of one rank's whole message."""
         sent = [
-            sum(len(one.pieces) for messages in self.rounds for one in messages if one.source == rank)
+            sum(len(message.pieces) for messages in self.rounds for message in messages if message.source == rank)
             for rank in range(self.n)
         ]
         return max(sent) / self.parts
@@ -71,26 +71,26 @@ class Plan:
         `size` is the whole message of one rank, in bytes. The model: Hockney, "The communication challenge for MPP",
         1994.
         """
-        longest = (max(len(one.pieces) for one in messages) for messages in self.rounds)
+        longest = (max(len(message.pieces) for message in messages) for messages in self.rounds)
         return sum(alpha + beta * size * pieces / self.parts for pieces in longest)
 
 
 def _after(before: tuple[Holding, ...], messages: Round, number: int) -> tuple[Holding, ...]:
     for role in ("source", "target"):
-        ranks = [getattr(one, role) for one in messages]
+        ranks = [getattr(message, role) for message in messages]
         if len(set(ranks)) < len(ranks):
             raise ValueError(f"round {number}: a rank is the {role} of two messages")
     after = [dict(holding) for holding in before]
-    for one in messages:
-        for piece in one.pieces:
-            if piece not in before[one.source]:
-                raise ValueError(f"round {number}: rank {one.source} sends chunk {piece}, which it does not have")
-            sent, had = before[one.source][piece], before[one.target].get(piece, frozenset())
-            if one.add and sent & had:
+    for message in messages:
+        for piece in message.pieces:
+            if piece not in before[message.source]:
+                raise ValueError(f"round {number}: rank {message.source} sends chunk {piece}, which it does not have")
+            sent, had = before[message.source][piece], before[message.target].get(piece, frozenset())
+            if message.add and sent & had:
                 raise ValueError(
-                    f"round {number}: rank {one.target} would count {sorted(sent & had)} twice in chunk {piece}"
+                    f"round {number}: rank {message.target} would count {sorted(sent & had)} twice in chunk {piece}"
                 )
-            after[one.target][piece] = sent | had if one.add else sent
+            after[message.target][piece] = sent | had if message.add else sent
     return tuple(after)
 
 
@@ -142,11 +142,14 @@ BROADCASTS: dict[str, tuple[str, Callable[[int], Edges]]] = {
 
 
 def _down(edges: Edges) -> tuple[Round, ...]:
-    return tuple(tuple(Message(source, target, (0,)) for source, target in one) for one in edges)
+    return tuple(tuple(Message(source, target, (0,)) for source, target in edges_of_round) for edges_of_round in edges)
 
 
 def _up(edges: Edges) -> tuple[Round, ...]:
-    return tuple(tuple(Message(target, source, (0,), add=True) for source, target in one) for one in reversed(edges))
+    return tuple(
+        tuple(Message(target, source, (0,), add=True) for source, target in edges_of_round)
+        for edges_of_round in reversed(edges)
+    )
 
 
 def _ring(n: int, shift: int, add: bool) -> tuple[Round, ...]:

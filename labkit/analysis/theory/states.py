@@ -93,8 +93,8 @@ def _shapes(case: Case, rank: int) -> list[Shape]:
 def _outer(case: Case) -> Iterator[States]:
     """DiLoCo: a replica, and as large as it the point that all replicas have in common, its pseudo-gradient, and the
     momentum of the outer optimizer; all three exist from the first synchronization on."""
-    for one in _whole(case):
-        yield States(2 * one.parameters, 2 * one.gradients, one.optimizer + one.parameters)
+    for whole in _whole(case):
+        yield States(2 * whole.parameters, 2 * whole.gradients, whole.optimizer + whole.parameters)
 
 
 def _by_tensor(case: Case) -> Iterator[States]:

@@ -89,7 +89,7 @@ def _definition(value: Any) -> str:
     if not found:
         raise Wrong(f"the source code of {value.__name__} was not found; define it with def or class in a cell")
     node = found[-1]
-    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return textwrap.dedent("".join(lines[first - 1 : node.end_lineno])).rstrip()
 
 
@@ -97,8 +97,8 @@ def _code(value: Any) -> CodeType:
     """The code of a function, or of any function of a class."""
     if isinstance(value, FunctionType):
         return inspect.unwrap(value).__code__
-    for each in vars(value).values():
-        function = getattr(each, "__func__", each)
+    for attribute in vars(value).values():
+        function = getattr(attribute, "__func__", attribute)
         if isinstance(function, FunctionType):
             return inspect.unwrap(function).__code__
     raise Wrong(f"the class {value.__name__} has no function; define its functions in the class itself")
@@ -106,8 +106,12 @@ def _code(value: Any) -> CodeType:
 
 def _global_names(code: CodeType) -> set[str]:
     """The names that a piece of code, or a function in it, looks up outside of itself."""
-    found = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return found.union(*(_global_names(each) for each in code.co_consts if isinstance(each, CodeType)))
+    found = {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    return found.union(*(_global_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)))
 
 
 def solution(module: str, *names: str) -> str:
@@ -116,7 +120,7 @@ def solution(module: str, *names: str) -> str:
     text = (Path(__file__).parent / "solutions" / f"{module}.py").read_text(encoding="utf-8")
     nodes = ast.parse(text).body
     chosen = [node for node in nodes if getattr(node, "name", None) in names]
-    used = {each.id for node in chosen for each in ast.walk(node) if isinstance(each, ast.Name)}
+    used = {part.id for node in chosen for part in ast.walk(node) if isinstance(part, ast.Name)}
     before = [node for node in nodes if _bound(node) & used]
     pieces = ["\n".join(ast.unparse(node) for node in before)]
     pieces += [ast.get_source_segment(text, node) or "" for node in chosen]
@@ -207,7 +211,7 @@ Bytes = Callable[[Record], float]
 
 def ended(found: Sequence[Record | None]) -> list[Record]:
     """The records, if every rank ran to its end and called no finished implementation."""
-    known = [each for each in found if each is not None]
+    known = [value for value in found if value is not None]
     for record in known:
         if record.finished_api:
             raise Wrong(
@@ -392,4 +396,4 @@ def schedule(record: Record, step: int) -> list[str]:
 
 def _live(order: Sequence[str]) -> int:
     """The largest number of micro-batches between forward and backward."""
-    return max(accumulate((1 if each.startswith(FORWARD) else -1 for each in order), initial=0))
+    return max(accumulate((1 if action.startswith(FORWARD) else -1 for action in order), initial=0))

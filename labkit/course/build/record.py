@@ -58,7 +58,7 @@ class Record:
             found = json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        return cls(**found | {"events": [Event(**each) for each in found["events"]]})
+        return cls(**found | {"events": [Event(**fields) for fields in found["events"]]})
 
     def steps(self) -> range:
         """The steps that the trial made."""
@@ -66,8 +66,8 @@ class Record:
 
     def of_step(self, step: int, *phases: str) -> list[Event]:
         """The events of a step, in order, or those of some of its phases."""
-        return [each for each in self.events if each.step == step and (not phases or each.phase in phases)]
+        return [event for event in self.events if event.step == step and (not phases or event.phase in phases)]
 
     def sent(self, step: int, *phases: str) -> float:
         """Bytes that this rank sends in a step."""
-        return sum(each.sent for each in self.of_step(step, *phases))
+        return sum(event.sent for event in self.of_step(step, *phases))

@@ -216,8 +216,8 @@ def _ledger(trials: Trials) -> str:
     if not summary or not summary["ledger"]:
         return "(On CPU ranks gloo implements a reduce-scatter as an all-reduce of the whole.)"
     sent = "; ".join(
-        f"{one['op']} {size(one['measured'])}" + (f" ({one['reason']})" if one["reason"] else "")
-        for one in summary["ledger"]
-        if math.isfinite(one["measured"])
+        f"{row['op']} {size(row['measured'])}" + (f" ({row['reason']})" if row["reason"] else "")
+        for row in summary["ledger"]
+        if math.isfinite(row["measured"])
     )
     return f"A step of the run {summary['run']} sent: {sent}."

@@ -49,7 +49,7 @@ class Trials:
         self.machine = machine
         self.device = "cuda" if len(machine.gpus) > 1 else "cpu"  # of all runs in a comparison
         self.measured: dict[str, list[dict[str, Any] | None]] = {
-            name: list(each) for name, each in (measured or {}).items()
+            name: list(rounds) for name, rounds in (measured or {}).items()
         }
         self._failed: dict[str, str] = {}
         self._behaviour: tuple[dict[str, Any] | None, str] | None = None
@@ -117,7 +117,7 @@ class Trials:
 
     def runs(self, jobs: Iterable[str]) -> tuple[str, ...]:
         """The names of the runs of these jobs."""
-        return tuple(each["run"] for name in jobs for each in self.measured.get(name, ()) if each)
+        return tuple(round_["run"] for name in jobs for round_ in self.measured.get(name, ()) if round_)
 
 
 def _speed(summary: dict[str, Any] | None, spec: Spec) -> float | None:

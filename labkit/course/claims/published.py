@@ -52,7 +52,7 @@ def _speeds(groups: Mapping[Hashable, Mapping[int, list[Published]]]) -> Speeds:
     """The speeds of each group that ran, by the value of the factor, in tokens per second and GPU."""
     found: dict[Hashable, dict[int, list[float]]] = {}
     for same, group in groups.items():
-        known = {value: [each for each in map(speed, runs) if each] for value, runs in group.items()}
+        known = {value: [reached for reached in map(speed, runs) if reached] for value, runs in group.items()}
         found[same] = {value: speeds for value, speeds in known.items() if speeds}
     return found
 
@@ -77,11 +77,11 @@ def _limits() -> str:
     every = [run for run in published()[0] if speed(run)]
     groups = matched(every, lambda run: run.training.devices, "data", "shards", "micro_batches", on_gpus=False)
     speeds = _speeds(groups)
-    drops = [found for many in (512, 1024) for few in (128, 256) for found in ratios(speeds, many, few)]
+    drops = [ratio for many in (512, 1024) for few in (128, 256) for ratio in ratios(speeds, many, few)]
     left_out = f"Without runs on more than {MOST_GPUS} GPUs" + f", which are × {median(drops):.2f} as fast" * bool(
         drops
     )
-    spreads = [max(found) / min(found) for found in _repeated() if len(found) > 1]
+    spreads = [max(repeats) / min(repeats) for repeats in _repeated() if len(repeats) > 1]
     if not spreads:
         return f"{left_out}."
     return f"{left_out}; {counted(len(spreads), 'repeated layout')} differ by × {median(spreads):.2f} in the median."
@@ -125,7 +125,7 @@ def fsdp_from_16(trials: Trials) -> Ruling:
             f" {counted(lost, 'more pair')} DDP failed and ZeRO-1 ran. Sharding decides first whether a layout fits."
         )
     evidence = f"Published, on H100 and A100: {found} Modelled, not run: {words}. {_limits()}"
-    return Ruling(verdict, evidence, {name: each for name, each in figures.items() if each} | modelled)
+    return Ruling(verdict, evidence, {name: figure for name, figure in figures.items() if figure} | modelled)
 
 
 _FROM = 16
@@ -176,12 +176,14 @@ def largest_micro_batch(trials: Trials) -> Ruling:
     said, wins, total = [], 0, 0
     for name, piped in (("without a pipeline", False), ("with a pipeline", True)):
         speeds = _speeds({same: group for same, group in groups.items() if _is_piped(group) == piped})
-        several = [{size: median(each) for size, each in group.items()} for group in speeds.values() if len(group) > 1]
+        several = [
+            {size: median(values) for size, values in group.items()} for group in speeds.values() if len(group) > 1
+        ]
         largest = sum(max(group, key=lambda size: group[size]) == max(group) for group in several)
         wins, total = wins + largest, total + len(several)
         gains = {size: ratios(speeds, 2 * size, size) for size in (1, 2, 4, 8)}
-        figures |= {f"{2 * size} / {size}, {name}": found for size, found in gains.items() if found}
-        words = ", ".join(f"{2 * size} / {size} × {median(found):.2f}" for size, found in gains.items() if found)
+        figures |= {f"{2 * size} / {size}, {name}": gain for size, gain in gains.items() if gain}
+        words = ", ".join(f"{2 * size} / {size} × {median(gain):.2f}" for size, gain in gains.items() if gain)
         said.append(f"{name}, the largest is the fastest in {largest} of {counted(len(several), 'layout')} ({words})")
     if not total:
         return Ruling(OPEN, "No two published runs differ in nothing but the micro-batch.")
@@ -205,8 +207,8 @@ def four_per_stage(trials: Trials) -> Ruling:
     gains, wins = [], 0
     for same, speeds in _speeds(groups).items():
         [stages] = {run.layout.pipeline for runs in groups[same].values() for run in runs}
-        many = [median(found) for count, found in speeds.items() if count >= _PER_STAGE * stages]
-        few = [median(found) for count, found in speeds.items() if count < _PER_STAGE * stages]
+        many = [median(reached) for count, reached in speeds.items() if count >= _PER_STAGE * stages]
+        few = [median(reached) for count, reached in speeds.items() if count < _PER_STAGE * stages]
         if many and few:
             gains.append(max(many) / max(few))
             wins += max(many) > max(few)

@@ -79,7 +79,7 @@ class Verdicts(tuple[Verdict, ...]):
     def __repr__(self) -> str:
         return "\n".join(
             f"“{says}”\n    {marked} ({how})\n    {evidence}"
-            for says, marked, evidence, how in (one.cells for one in self)
+            for says, marked, evidence, how in (verdict.cells for verdict in self)
         )
 
     def _repr_html_(self) -> str:
@@ -101,8 +101,8 @@ class Verdicts(tuple[Verdict, ...]):
             Column(how),
         )
         table = Table(*columns, expand=True, show_lines=True)
-        for one in self:
-            table.add_row(*map(Text, one.cells))
+        for row in self:
+            table.add_row(*map(Text, row.cells))
         return table
 
 

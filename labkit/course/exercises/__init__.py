@@ -105,7 +105,7 @@ def exercise(name: str) -> Exercise:
         raise LookupError(f"there is no exercise {shown(name)}; its topic must be one of {', '.join(LABS)}")
     table = exercises(topic)
     if short not in table:
-        known = ", ".join(f"{topic}.{each}" for each in table)
+        known = ", ".join(f"{topic}.{exercise}" for exercise in table)
         raise LookupError(f"there is no exercise {shown(name)}; its name must be one of {known}")
     return table[short]
 
@@ -139,8 +139,8 @@ def is_empty(answer: Any) -> bool:
     if answer is None or answer is ... or (isinstance(answer, (str, bytes, list, tuple, dict, set)) and not answer):
         return True
     if isinstance(answer, type):
-        functions = [each for each in vars(answer).values() if inspect.isfunction(each)]
-        return bool(functions) and all(is_empty(inspect.unwrap(each)) for each in functions)
+        functions = [value for value in vars(answer).values() if inspect.isfunction(value)]
+        return bool(functions) and all(is_empty(inspect.unwrap(function)) for function in functions)
     return inspect.isfunction(answer) and answer.__code__.co_code == _empty_like(answer)
 
 
@@ -174,10 +174,10 @@ class Progress:
         book, labs = Book.here().read(), []
         for topic, lab in LABS.items():
             rows = []
-            for short, each in exercises(topic).items():
+            for short, exercise in exercises(topic).items():
                 name = f"{topic}.{short}"
                 noted = book.get(name, Noted(tries=0, done=False))
-                rows.append((name, each.title, noted.tries, noted.done))
+                rows.append((name, exercise.title, noted.tries, noted.done))
             labs.append((lab, tuple(rows)))
         found = scores(LABS.values())
         return cls(tuple(labs), tuple((lab, found[lab]) for lab in (*LABS.values(), ELSEWHERE) if lab in found))
@@ -196,8 +196,8 @@ class Progress:
         """A dict of plain values."""
         rows = [
             {"lab": lab, "name": name, "title": title, "tries": tries, "done": done}
-            for lab, each in self.labs
-            for name, title, tries, done in each
+            for lab, entries in self.labs
+            for name, title, tries, done in entries
         ]
         predictions = [{"lab": lab, **score.to_json()} for lab, score in self.predictions]
         return {"done": self.done, "exercises": rows, "predictions": predictions}
@@ -215,8 +215,8 @@ class Progress:
 
     def _repr_html_(self) -> str:
         rows = []
-        for lab, each in self.labs:
-            for name, title, tries, done in each:
+        for lab, entries in self.labs:
+            for name, title, tries, done in entries:
                 cells = (lab, title, name, _MARKS[_state(tries, done)], str(tries or "–"))
                 rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
         heads = "".join(f"<th>{head}</th>" for head in ("lab", "exercise", "name", "state", "attempts"))

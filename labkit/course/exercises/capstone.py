@@ -24,7 +24,7 @@ def _layout(answer: Any) -> str:
     if not isinstance(answer, str):
         raise Wrong(f"the answer must be the name of a layout, such as 'FSDP 16', got {answer!r}")
     found = _advice()
-    chosen = next((one for one in found.fitting if one.layout.title == " ".join(answer.split())), None)
+    chosen = next((estimate for estimate in found.fitting if estimate.layout.title == " ".join(answer.split())), None)
     if chosen is None:
         raise Wrong(f"{answer} is not among the layouts that fit; check its name and its memory")
     if chosen.layout.recompute != "none":

@@ -240,7 +240,7 @@ def _check(n: int, results: list[Any], network: Network) -> None:
             size = f" of {len(got)}" if isinstance(got, (list, tuple)) else ""
             raise Wrong(f"rank {rank} must return a list of {n} sums, one per chunk, got a {type(got).__name__}{size}")
         for chunk, value in enumerate(got):
-            if value != sum(_value(each, chunk, n) for each in range(n)):
+            if value != sum(_value(device, chunk, n) for device in range(n)):
                 raise Wrong(f"on {n} ranks, chunk {chunk} of rank {rank} is wrong: {_why(value, chunk, n)}")
     for rank, sent in enumerate(network.sent):
         if sent > 2 * (n - 1):

@@ -25,10 +25,10 @@ def _place(answer: Any) -> str:
 
 
 def _hint(given: tuple, wanted: tuple[int, ...], sizes: tuple[int, ...]) -> str:
-    for axis, one, right, size in zip(("pp", "dp", "tp"), given, wanted, sizes):
-        if not isinstance(one, int) or not 0 <= one < size:
+    for axis, coordinate, right, size in zip(("pp", "dp", "tp"), given, wanted, sizes):
+        if not isinstance(coordinate, int) or not 0 <= coordinate < size:
             return f"the coordinate on {axis} must be in 0 … {size - 1}"
-        if one != right:
+        if coordinate != right:
             return f"{axis} is wrong; how many neighbouring ranks have the same coordinate on {axis}?"
     return "check all three coordinates"
 

@@ -34,17 +34,17 @@ _CLOSE = 1e-3  # relative difference of losses due to rounding (a different orde
 def _exchanges(answer: Any) -> str:
     if isinstance(answer, (str, bytes)) or not isinstance(answer, Sequence) or len(answer) != len(_NUMBERS):
         raise Wrong(f"the answer must be a list of five numbers of bytes, ① to ⑤, got {answer!r}")
-    if not all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in answer):
+    if not all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in answer):
         raise Wrong(f"each of the five must be a number of bytes, got {answer!r}")
-    for mark, given, each in zip(_CIRCLED, answer, _NUMBERS):
-        right = 4 * (_DEVICES - 1) * each
+    for mark, given, number in zip(_CIRCLED, answer, _NUMBERS):
+        right = 4 * (_DEVICES - 1) * number
         if given == right:
             continue
         if given == right // 4:
             raise Wrong(f"{mark}: that is the count of numbers, and each has four bytes")
-        if given == 4 * each:
+        if given == 4 * number:
             raise Wrong(f"{mark}: that is for one of the other devices, and there are several")
-        if given == 4 * _DEVICES * each:
+        if given == 4 * _DEVICES * number:
             raise Wrong(f"{mark}: device 0 does not send its own data to itself")
         raise Wrong(f"{mark}: {given:,} bytes is wrong; multiply other devices × numbers per device × bytes per number")
     return (
@@ -99,7 +99,7 @@ EXERCISES = {
     "exchanges": Exercise(
         "The five transfers in bytes",
         _exchanges,
-        f"`{[4 * (_DEVICES - 1) * each for each in _NUMBERS]}`: three other devices, four bytes per number; 64 × 784"
+        f"`{[4 * (_DEVICES - 1) * count for count in _NUMBERS]}`: three other devices, four bytes per number; 64 × 784"
         " pixels, 669,706 parameters, 64 × 10 outputs, their gradients, and the gradients of all parameters.",
     ),
     "sides": Exercise(

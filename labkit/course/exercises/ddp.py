@@ -65,7 +65,7 @@ def _buckets(answer: Any) -> str:
     state = finished(answer).state
     if state.spec.strategy != "ddp" or state.world_size < 2:
         raise Wrong(f"the run must be DDP on at least two ranks, got {answer.name}")
-    if any(found.name in ("same_samples", "no_set_epoch") for found in answer.findings()):
+    if any(finding.name in ("same_samples", "no_set_epoch") for finding in answer.findings()):
         raise Wrong("the ranks do not use each sample once per epoch; see the findings() of the run")
     spec = state.spec.to_spec()
     if spec.global_batch != _BATCH:

@@ -23,7 +23,7 @@ def _interval(answer: Any) -> str:
             raise Wrong(f"{case}, the function must return a time in seconds, got {given!r}")
         best = (2 * save * fails) ** 0.5
         if abs(given / best - 1) > _NEAR:
-            cost, less = (save / each + each / (2 * fails) for each in (given, best))
+            cost, less = (save / interval + interval / (2 * fails) for interval in (given, best))
             raise Wrong(
                 f"{case}, the function returned {given:,.0f} s, which costs {cost:.2%} of the time; a"
                 f" {'shorter' if given > best else 'longer'} interval costs {less:.2%}. Where is the derivative of the"

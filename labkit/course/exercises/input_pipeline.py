@@ -38,7 +38,7 @@ def _workers(answer: Any) -> str:
 def _mend(answer: Any) -> str:
     run = finished(answer)
     text, steps = source(run), run.state.ranks[0].steps
-    slept = [float(found) for found in re.findall(r"time\.sleep\(([\d.]+)\)", text)]
+    slept = [float(seconds) for seconds in re.findall(r"time\.sleep\(([\d.]+)\)", text)]
     if len(steps) < MIN_STEPS:
         raise Wrong(f"the run must have at least {MIN_STEPS} steps, got {len(steps)}")
     if run.state.world_size < 2:
@@ -48,7 +48,7 @@ def _mend(answer: Any) -> str:
     if not slept or max(slept) < MIN_SLEEP:
         raise Wrong("time.sleep in the data set was removed or shortened; restore it, and change the loader instead")
     waits, took = phase_seconds(run.state, 0)["data"] or 0.0, max(slept)
-    title = next((found.title for found in run.findings() if found.name == "input_bound"), None)
+    title = next((finding.title for finding in run.findings() if finding.name == "input_bound"), None)
     if title or waits > took / 2:
         raise Wrong(
             f"still: {title or 'too much of a step is waiting for data'}: {1e3 * waits:.1f} ms, while a batch takes "

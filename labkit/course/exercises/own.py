@@ -17,7 +17,7 @@ def a_run(answer: Any) -> Run:
     if not isinstance(answer, Run):
         raise Wrong(f"the answer must be the run itself, the return value of run(…), got {type(answer).__name__}")
     if not answer.state.over:
-        found = next((found for found in answer.findings() if found.kind == "wrong"), None)
+        found = next((finding for finding in answer.findings() if finding.kind == "wrong"), None)
         if found is not None:
             raise Wrong(f"the run has not ended: {found.title} ({found.evidence}); stop it with .stop()")
         raise Wrong("the run has not ended yet; wait for it with .wait()")

@@ -18,7 +18,7 @@ def _order(answer: Any) -> str:
     for stage, stages, micro_batches in _CASES:
         call = f"order({stage}, {stages}, {micro_batches})"
         given = result_of(call, answer, stage, stages, micro_batches)
-        if not isinstance(given, (list, tuple)) or not all(isinstance(each, str) for each in given):
+        if not isinstance(given, (list, tuple)) or not all(isinstance(row, str) for row in given):
             raise Wrong(f"{call} must return a list of strings such as 'F0' and 'B0', got {given!r:.80}")
         wanted = [f"{kind}{number}" for kind, _, number in by_rule("1F1B", stage, stages, micro_batches)]
         if list(given) != wanted:
@@ -28,19 +28,19 @@ def _order(answer: Any) -> str:
 
 def _first_wrong(given: list[str], wanted: list[str], stage: int, stages: int) -> str:
     """The first wrong entry and why it is wrong, without the right one."""
-    for index, (one, right) in enumerate(zip(given, wanted)):
-        if one == right:
+    for index, (row, right) in enumerate(zip(given, wanted)):
+        if row == right:
             continue
-        entry = f"entry {index + 1} is {one!r}"
-        if one not in wanted:
+        entry = f"entry {index + 1} is {row!r}"
+        if row not in wanted:
             return f"{entry}, and there is no such pass; a micro-batch has F and B, and numbers start at 0"
-        if one in given[:index]:
+        if row in given[:index]:
             return f"{entry}, which was already done"
-        if one[0] == "B" and f"F{one[1:]}" not in given[:index]:
+        if row[0] == "B" and f"F{row[1:]}" not in given[:index]:
             return f"{entry}, a backward before its forward"
-        if one[0] == right[0]:
+        if row[0] == right[0]:
             return f"{entry}, but the micro-batches must be processed in the order of their numbers"
-        if one[0] == "F":
+        if row[0] == "F":
             later = stages - 1 - stage
             return (
                 f"{entry}, so the stage stores more micro-batches than necessary; "

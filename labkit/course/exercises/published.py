@@ -83,7 +83,7 @@ def _failure(run: Published) -> str:
     estimate, words = modelled(run), "on real GPUs this layout ran out of memory or crashed"
     if estimate.fits:
         return f"{words}; by the formulas it needs {size(estimate.memory_bytes)} per GPU, so look for another cause too"
-    owner, most = max(estimate.memory.owners.items(), key=lambda each: each[1])
+    owner, most = max(estimate.memory.owners.items(), key=lambda owned: owned[1])
     return f"{words}; by the formulas it needs {size(estimate.memory_bytes)} per GPU, most of it {owner} ({size(most)})"
 
 

@@ -32,7 +32,9 @@ def _prefix(answer: Any) -> str:
 
 
 def _stray(answer: Any) -> str:
-    if not (isinstance(answer, (tuple, list)) and len(answer) == 2 and all(isinstance(each, int) for each in answer)):
+    if not (
+        isinstance(answer, (tuple, list)) and len(answer) == 2 and all(isinstance(number, int) for number in answer)
+    ):
         raise Wrong(f"the answer must be a pair of numbers, (rank, line), got {answer!r}")
     rank, line = answer
     if rank not in range(4):
@@ -52,7 +54,7 @@ def _stray(answer: Any) -> str:
 def _mend(answer: Any) -> str:
     run = a_run(answer)
     text = source(run)
-    wrong = [found for found in run.findings() if found.kind == "wrong"]
+    wrong = [finding for finding in run.findings() if finding.kind == "wrong"]
     if wrong:
         raise Wrong(f"still: {wrong[0].title} ({wrong[0].evidence})")
     state = run.state
@@ -65,7 +67,7 @@ def _mend(answer: Any) -> str:
         raise Wrong("the run must train for two epochs with different orders of samples")
     if "correct" not in run.logs(0):
         raise Wrong("rank 0 no longer prints the accuracy; fix the evaluation instead of removing it")
-    if not any(each.seen(Save) for each in state.ranks.values()):
+    if not any(rank_state.seen(Save) for rank_state in state.ranks.values()):
         raise Wrong("the script no longer saves the model; one rank must save it")
     return (
         "different samples on each rank, a new order in each epoch, an evaluation on all ranks, and one file from one"

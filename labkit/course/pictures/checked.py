@@ -63,11 +63,11 @@ def _check(name: str, annotation: str, value: Any) -> None:
         wanted = "Sequence[Sequence[float]]"
     if wanted.startswith("Sequence["):
         inner = name if name.startswith("each of ") else f"each of {name}"
-        for each in _elements(name, value):
-            _check(inner, wanted[len("Sequence[") : -1], each)
+        for element in _elements(name, value):
+            _check(inner, wanted[len("Sequence[") : -1], element)
     elif wanted.startswith("Mapping[str, "):
-        for each in _values(name, value):
-            _check(name, wanted[len("Mapping[str, ") : -1], each)
+        for value_of_key in _values(name, value):
+            _check(name, wanted[len("Mapping[str, ") : -1], value_of_key)
     else:
         _SCALARS.get(wanted, functools.partial(_instance, wanted))(name, value)
 

@@ -139,7 +139,7 @@ def times(
             | {
                 "title": {"text": "message of one rank"},
                 "tickvals": [*sizes],
-                "ticktext": [size(each, 0) for each in sizes],
+                "ticktext": [size(bytes_, 0) for bytes_ in sizes],
             }
         ),
         "yaxis": axis | {"title": {"text": "milliseconds"}, "tickvals": _ticks(min(shown), max(shown))},
@@ -151,7 +151,7 @@ def times(
 def _series(name: str, kind: str, sizes: Sequence[float], seconds: Sequence[float]) -> dict[str, Any]:
     hover = {
         "hovertemplate": f"%{{text}}: %{{y:.3~g}} ms<extra>{name}, {kind}</extra>",
-        "text": [size(each, 0) for each in sizes],
+        "text": [size(bytes_, 0) for bytes_ in sizes],
     }
     return {
         "type": "scatter",

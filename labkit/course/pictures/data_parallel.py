@@ -93,8 +93,8 @@ def buckets(
     `size="10M"`.
     """
     boxes, names, ends = [], [], []
-    for lane, each in enumerate(bucket_mb):
-        found = filled(workload, each, **options)
+    for lane, megabytes in enumerate(bucket_mb):
+        found = filled(workload, megabytes, **options)
         spans = sent(found, backward, rate, latency, ranks)
         boxes.append(Box(2 * lane, 0.0, 1000 * backward, "backward", "backward, last layer first"))
         for number, (bucket, (start, end)) in enumerate(zip(found, spans), 1):
@@ -106,7 +106,7 @@ def buckets(
         )
         summary = f"  {len(found)} bucket{'s' if len(found) > 1 else ''}, {hidden:.0%} overlapped"
         ends.append(canvas.note(1000 * spans[-1][1], 2 * lane + 1, summary, 13, anchor="left"))
-        names += [f"<b>bucket_mb={each:g}</b> ", "all-reduce "]
+        names += [f"<b>bucket_mb={megabytes:g}</b> ", "all-reduce "]
     model = model_words(Spec(workload=workload, options=options))
     note = f"{model}; {ranks} ranks, {rate / 1e6:,.0f} MB/s, {1e3 * latency:g} ms per message"
     looks = wide_layout("Modelled: all-reduces during backward", note, 112 + 46 * len(names)) | {
@@ -211,7 +211,7 @@ def _line(
         "mode": "lines+markers",
         "name": name,
         "x": list(xs),
-        "y": numbers(each / 2**20 for each in bytes_),
+        "y": numbers(bytes_of_bucket / 2**20 for bytes_of_bucket in bytes_),
         "line": {"color": colour, "width": 2.5, "dash": dash},
         "marker": {"symbol": symbol, "size": 9},
         "hovertemplate": f"{name}: %{{y:.3~g}} MiB on %{{x}} devices<extra></extra>",

@@ -20,7 +20,7 @@ def states(parameters: float, devices: int, recipe: str = "mixed", memory: float
     """Bytes of model states per device under DDP and the ZeRO stages, by owner, by formula; `memory` draws a line."""
     each = RECIPES[check_choice("recipe", recipe, RECIPES)]
     unit, word = (1e9, "GB") if sum(each.values()) * parameters >= 1e9 else (2**20, "MiB")
-    shown = {one.title: one.owners for one in SHARDINGS.values() if not one.across}
+    shown = {sharding.title: sharding.owners for sharding in SHARDINGS.values() if not sharding.across}
     shares = {
         owner: [size * parameters / (devices if owner in sharded else 1) / unit for sharded in shown.values()]
         for owner, size in each.items()

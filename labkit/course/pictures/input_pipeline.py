@@ -76,10 +76,10 @@ def workers(load: float = 0.2, compute: float = 0.1, counts: Sequence[int] = (0,
         named = f"{count} worker{'s' * (count != 1)}"
         trains = f"{named}: training"
         lanes += [trains, *(f"{named}: worker {number + 1}" for number in range(count))]
-        for number, one in enumerate(course, 1):
-            lane = trains if one.worker is None else f"{named}: worker {one.worker + 1}"
-            bars.append(("fetch", lane, one.fetch_start, one.fetch_end, str(number)))
-            bars.append(("train", trains, one.train_start, one.train_end, str(number)))
+        for number, batch in enumerate(course, 1):
+            lane = trains if batch.worker is None else f"{named}: worker {batch.worker + 1}"
+            bars.append(("fetch", lane, batch.fetch_start, batch.fetch_end, str(number)))
+            bars.append(("train", trains, batch.train_start, batch.train_end, str(number)))
         notes.append((trains, course[-1].train_end, f"{_milliseconds(_later_steps(course))} per step"))
     return _gantt("Loading and training, modelled", "the number on a bar is the batch", lanes, bars, notes)
 
@@ -130,9 +130,9 @@ def copies(
         program, gpu = f"{named}: program", f"{named}: GPU"
         lanes += [program, gpu]
         course = copying(fetch, launch, takes, compute, steps, waits)
-        for one in course:
-            bars += [(what, program, *getattr(one, what), what) for what in ("fetch", "launch")]
-            bars += [(what, gpu, *getattr(one, what), what) for what in ("copy", "train")]
+        for batch in course:
+            bars += [(what, program, *getattr(batch, what), what) for what in ("fetch", "launch")]
+            bars += [(what, gpu, *getattr(batch, what), what) for what in ("copy", "train")]
         notes.append(
             (gpu, course[-1].train[1], f"{_milliseconds(course[-1].train[1] - course[0].train[1], steps - 1)} per step")
         )

@@ -73,7 +73,7 @@ def bus(operation: str = "all_reduce", machine: str = DEFAULT_MACHINE, devices: 
             "mode": "lines+markers",
             "name": name,
             "x": [*SIZES],
-            "y": [bus_factor(operation, devices) * count / each[name] / _GB for count, each in zip(SIZES, times)],
+            "y": [bus_factor(operation, devices) * count / seconds[name] / _GB for count, seconds in zip(SIZES, times)],
             "text": [size(count, 0) for count in SIZES],
             "line": {"color": rank_colour(number)},
             "hovertemplate": f"%{{text}}: %{{y:.3~g}} GB/s<extra>{name}</extra>",

@@ -128,7 +128,7 @@ def wires(
     traces = []
     for axis in axes:
         leaves = [times[names][axis][1] for names in best]
-        where = ["between nodes" if each else "within a node" for each in leaves]
+        where = ["between nodes" if is_between else "within a node" for is_between in leaves]
         traces.append(
             {
                 "type": "bar",
@@ -140,7 +140,7 @@ def wires(
                 "marker": {
                     "color": _AXES.get(axis, colours.OTHER_OPERATION),
                     "pattern": {
-                        "shape": ["/" if each else "" for each in leaves],
+                        "shape": ["/" if is_between else "" for is_between in leaves],
                         "fillmode": "overlay",
                         "fgcolor": "#000000",
                         "size": 7,

@@ -164,7 +164,7 @@ def _by_warm_up(
         backwards = [stages - 1 - which for which in local]
         done = [("F", which) for which in local[:warm]]
         for k, which in enumerate(backwards):
-            done += [*(("F", each) for each in local[warm + k : warm + k + 1]), ("B", which)]
+            done += [*(("F", number) for number in local[warm + k : warm + k + 1]), ("B", which)]
             if halved and k >= rank:  # `rank` of them are delayed and fill the bubble at the end
                 done.append(("W", backwards[k - rank]))
         if halved:
@@ -206,7 +206,7 @@ def order(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[tupl
         stage, halves = own[which], ("B", "W") if kind == "BW" else (kind,)
         numbered.append((kind, stage, numbers[halves[0], stage]))
         numbers.update((half, stage) for half in halves)
-    return [each for each in numbered if each[2] < micro_batches]
+    return [action for action in numbered if action[2] < micro_batches]
 
 
 @checked
@@ -443,9 +443,9 @@ def measured(run: Run) -> Plan:
         found = {number: rank.timelines[step] for number, rank in sorted(state.ranks.items())}
         shifts, _ = aligned(found, ahead(state))
         rules = {rank: _computed(order(schedule, rank, len(found), micro_batches)) for rank in found}
-        if any(_misses_halves(one, rules[rank]) for rank, one in found.items()):
+        if any(_misses_halves(lane, rules[rank]) for rank, lane in found.items()):
             raise ValueError(f"run {run.name} does not tell the halves of a backward apart; run it again")
-        slots = tuple(slot for rank, one in found.items() for slot in _seen(rank, one, shifts[rank], rules[rank]))
+        slots = tuple(slot for rank, lane in found.items() for slot in _seen(rank, lane, shifts[rank], rules[rank]))
         words = (
             f"{schedule}, {len(found)} ranks, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, step"
             f" {step}"
@@ -458,7 +458,7 @@ def _computed(rule: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     """The passes that take time: the first stage has no gradient of its inputs, and computes a split backward as a
     whole in its second half."""
     halved = any(kind == "W" for kind, _, _ in rule)
-    return [each for each in rule if not (halved and each[:2] == ("B", 0))]
+    return [action for action in rule if not (halved and action[:2] == ("B", 0))]
 
 
 def _misses_halves(one: Timeline, rule: list[tuple[str, int, int]]) -> bool:
@@ -470,8 +470,8 @@ def _misses_halves(one: Timeline, rule: list[tuple[str, int, int]]) -> bool:
 def _seen(rank: int, one: Timeline, shift: float, rule: list[tuple[str, int, int]]) -> Iterator[Slot]:
     """The forwards and backwards of one rank's timeline, named in the order of the schedule."""
     turns = {
-        "forward": (each for each in rule if each[0] == "F"),
-        "backward": (each for each in rule if each[0] != "F"),
+        "forward": (action for action in rule if action[0] == "F"),
+        "backward": (action for action in rule if action[0] != "F"),
     }
     for name, start, end in one.phases:
         if name in turns:

@@ -38,7 +38,7 @@ def ceiling(points: Mapping[str, Sequence[float]], peak: float, bandwidth: float
         "mode": "lines",
         "name": f"roof: bends at {ridge:.3g} FLOP per byte",
         "x": x,
-        "y": [min(peak, bandwidth * one) for one in x],
+        "y": [min(peak, bandwidth * value) for value in x],
         "line": {"color": INK, "dash": "dash"},
         "hoverinfo": "skip",
     }

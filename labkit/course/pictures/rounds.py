@@ -73,7 +73,7 @@ class _Panel:
         self._plan, self._state, self._messages, self._number, self._reach = plan, state, messages, number, reach
         self._axes = {"xref": f"x{suffix}", "yref": f"y{suffix}"}
         self._places = [_on_circle(rank, plan.n) for rank in range(plan.n)]
-        self._received = {(one.target, piece) for one in messages for piece in one.pieces}
+        self._received = {(message.target, piece) for message in messages for piece in message.pieces}
 
     def shapes(self) -> list[dict[str, Any]]:
         """A disc for each rank, and its cells: filled if it has the chunk."""
@@ -104,8 +104,8 @@ class _Panel:
                 self._text(left + side / 2, low + side / 2, f"<b>{self._content(rank, piece)}</b>", 10)
                 for piece, left, low, side in cells
             ]
-        for one in self._messages:
-            found += self._arrow(one)
+        for message in self._messages:
+            found += self._arrow(message)
         return found
 
     def hover(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class _Panel:
 
     @property
     def _adds(self) -> bool:
-        return any(one.add for messages in self._plan.rounds for one in messages)
+        return any(message.add for messages in self._plan.rounds for message in messages)
 
     def _content(self, rank: int, piece: Piece) -> str:
         who = self._state[rank].get(piece, frozenset())

@@ -33,9 +33,9 @@ def draw_formulas(soup: BeautifulSoup) -> None:
 def _drawn(text: str) -> str:
     """A text as HTML, with its formulas as MathML."""
     pieces, end = [], 0
-    for found in _TEX.finditer(text):
-        pieces += [escape(text[end : found.start()]), _formula(found)]
-        end = found.end()
+    for formula in _TEX.finditer(text):
+        pieces += [escape(text[end : formula.start()]), _formula(formula)]
+        end = formula.end()
     return "".join([*pieces, escape(text[end:])])
 
 
@@ -246,7 +246,9 @@ class Prose:
     def address(self, text: str) -> str:
         """A unique id for a heading, the same as in a notebook if possible."""
         stem = re.sub(r"\s+", "-", text)
-        address = next(each for each in _numbered(stem) if each not in self._taken and each not in _RESERVED)
+        address = next(
+            candidate for candidate in _numbered(stem) if candidate not in self._taken and candidate not in _RESERVED
+        )
         self._taken.add(address)
         return address
 

@@ -303,4 +303,4 @@ def opening(notebook: NotebookNode) -> tuple[str, str]:
     first = next(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     soup = BeautifulSoup(markdown(first), "html.parser")
     heading, paragraph = soup.find(["h1", "h2"]), soup.find("p")
-    return tuple(each.get_text(" ", strip=True) if each else "" for each in (heading, paragraph))
+    return tuple(element.get_text(" ", strip=True) if element else "" for element in (heading, paragraph))

@@ -51,7 +51,7 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple)):
         if len(value) > MOST:
             raise ValueError(f"report({name}=…) must have at most {MOST:,} values, got {len(value):,}; report a slice")
-        return [_plain(name, one, depth + 1) for one in value]
+        return [_plain(name, item, depth + 1) for item in value]
     raise ValueError(
         f"report({name}=…) must be a number, a string, a tensor or a list of them, got {type(value).__name__}"
     )

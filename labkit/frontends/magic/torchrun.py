@@ -73,7 +73,9 @@ class Shown:
     def _said(self) -> Sequence[RankOutput]:
         """The ranks whose output is shown: all of them, or none if they reported values and wrote nothing."""
         return (
-            self.ranks if not self.reports or any(one.stdout or one.stderr or one.passed for one in self.ranks) else ()
+            self.ranks
+            if not self.reports or any(output.stdout or output.stderr or output.passed for output in self.ranks)
+            else ()
         )
 
     def html(self) -> str:
@@ -81,7 +83,7 @@ class Shown:
         dot = f'<span aria-hidden="true" style="color:{_TONES[self.tone]}">●</span>'
         hint = f'<div style="opacity:.8">{escape(self.hint)}</div>' if self.hint else ""
         head = f'<div role="status" class="labkit-cell-state">{dot} <b>{escape(self.title)}</b>{hint}</div>'
-        blocks = "".join(_block(one) for one in self._said)
+        blocks = "".join(_block(output) for output in self._said)
         grid = "display:grid;grid-template-columns:repeat(auto-fit,minmax(min(190px,100%),1fr));gap:6px;margin:4px 0"
         table = table_html(self.reports or {}, len(self.ranks))
         return f'<div class="labkit-cell">{head}<div style="{grid}">{blocks}</div>{table}</div>'
@@ -89,10 +91,10 @@ class Shown:
     def text(self) -> str:
         """The whole output as plain text."""
         parts = [self.title, self.hint]
-        for one in self._said:
-            passed = f"… {one.passed:,} earlier lines\n" if one.passed else ""
-            said = passed + "\n".join(filter(None, (one.stdout, one.stderr)))
-            parts.append(f"── {one.heading}\n{_plain(said) or '(no output)'}")
+        for output in self._said:
+            passed = f"… {output.passed:,} earlier lines\n" if output.passed else ""
+            said = passed + "\n".join(filter(None, (output.stdout, output.stderr)))
+            parts.append(f"── {output.heading}\n{_plain(said) or '(no output)'}")
         parts.append(table_text(self.reports or {}, len(self.ranks)))
         return visible("\n".join(filter(None, parts)))
 
@@ -259,7 +261,7 @@ class CellRun:
         hangs = 0.0
         while not (state := self.run.state).over:
             self._show(self._shown(state))
-            hangs += _REDRAW if any(one.name == "hang" for one in findings(state)) else -hangs
+            hangs += _REDRAW if any(finding.name == "hang" for finding in findings(state)) else -hangs
             if hangs > _HANG_GRACE and not patient:
                 self.run.stop()  # headless: no one can press Stop
             time.sleep(_REDRAW)
@@ -275,7 +277,7 @@ class CellRun:
     def _shown(self, state: RunState) -> Shown:
         for tail in self._tails.values():
             tail.poll()
-        wrong = next((one for one in findings(state) if one.kind == "wrong"), None)
+        wrong = next((finding for finding in findings(state) if finding.kind == "wrong"), None)
         hint = self._named(f"{wrong.title}: {wrong.evidence}") if wrong and state.failure is None else ""
         reports = {rank: dict(values) for rank, values in state.reports.items()}
         return Shown(*self._title(state), self._outputs(state), reports, hint)

@@ -247,7 +247,7 @@ class Charts:
                 self._next_svg = time.monotonic() + _SVG_SECONDS
                 self.plain.layout.display = ""
                 charts = filter(None, (make(state) for make in self._charts.values()))
-                pictures = "".join(f"<div>{drawing(one.drawn(_SVG_POINTS), 560, 220)}</div>" for one in charts)
+                pictures = "".join(f"<div>{drawing(chart.drawn(_SVG_POINTS), 560, 220)}</div>" for chart in charts)
                 self.plain.value = f'<div class="labkit-plain">{pictures}</div>'
 
     @property

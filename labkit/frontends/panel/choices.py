@@ -114,7 +114,7 @@ class Options:
             self._widgets = {name: _widget(option, self._known) for name, option in wanted.items()}
             for widget in self._widgets.values():
                 widget.observe(self._on_change, "value")
-            listed = [one for heading, group in _groups(row, workload) for one in self._listed(heading, group)]
+            listed = [choice for heading, group in _groups(row, workload) for choice in self._listed(heading, group)]
             heading = ipywidgets.HTML('<div class="labkit-heading">Fault injection</div>')
             self.popover.children = [*listed, heading, self.fault, self._shows]
         fault = FAULTS.get(self.fault.value)
@@ -162,7 +162,7 @@ def _widget(option: Option, values: dict[str, Any]) -> ipywidgets.ValueWidget:
 # ---- the choices
 
 
-_ABOUT = {one.name: about(one) for one in fields(Spec)}
+_ABOUT = {flag.name: about(flag) for flag in fields(Spec)}
 _SCALING = (
     "per rank: the global batch grows with the number of ranks (weak scaling); "
     "global: it is split over the ranks (strong scaling)"

@@ -297,7 +297,10 @@ def _by_formula(spec: Spec) -> tuple[str, str]:
     mean = "–" if flows is None else size(sum(flow.theory for flow in flows) / ranks)
     sends = "sent per step (mean)" if ranks > 1 else "sent per step"
     head = ("rank", "parameters", "gradients", "optimizer state", "total state", sends)
-    sizes = [map(size, (one.parameters, one.gradients, one.optimizer, one.total)) for one in held]
+    sizes = [
+        map(size, (rank_states.parameters, rank_states.gradients, rank_states.optimizer, rank_states.total))
+        for rank_states in held
+    ]
     rows = [(str(rank), *cells, mean) for rank, cells in enumerate(sizes)]
     return f"Activations and buffers are not included. {_sent(spec, flows)}", _table(head, rows)
 

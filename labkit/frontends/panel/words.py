@@ -45,8 +45,8 @@ class NodeCommands:
         self.widget = ipywidgets.VBox([ipywidgets.HBox([self.nodes, self.endpoint]), self.said, self._list])
         self._list.add_class("labkit-nodes")
         self._commands: list[Command] = []
-        for one in (self.nodes, self.endpoint):
-            one.observe(lambda _: self._show(), "value")
+        for field in (self.nodes, self.endpoint):
+            field.observe(lambda _: self._show(), "value")
         self._spec: Spec | None = None
 
     def of(self, spec: Spec) -> None:
@@ -57,7 +57,7 @@ class NodeCommands:
     @property
     def texts(self) -> list[str]:
         """The commands that are shown, in the order of the nodes."""
-        return [one.text for one in self._commands]
+        return [command.text for command in self._commands]
 
     def _show(self) -> None:
         """Widgets that are there are used again, because each one loads its program in the page."""
@@ -67,10 +67,10 @@ class NodeCommands:
         except SpecError as error:
             texts, self.said.value = [], sentence_html(str(error))
         there = self._commands[: len(texts)]
-        for one, text in zip(there, texts):
-            one.text = text
+        for command, text in zip(there, texts):
+            command.text = text
         self._commands = there + [Command(text=text) for text in texts[len(there) :]]
-        self._list.children = [one.box for one in self._commands]
+        self._list.children = [command.box for command in self._commands]
 
 
 def sources(

@@ -320,10 +320,10 @@ def _sampled(state: RunState) -> list[str]:
     chart = timeline(state)
     lines = [f"profiled {chart.title.lower()}: {chart.note}"]
     if state.over:
-        for one in ledger(state):
-            expected = "" if one.theory is None else f", expected {sizes(one.theory)}"
-            reason = f" ({one.reason})" if one.reason else ""
-            lines.append(f"{one.op}: {sizes(one.measured)} per step over all ranks{expected}{reason}")
+        for entry in ledger(state):
+            expected = "" if entry.theory is None else f", expected {sizes(entry.theory)}"
+            reason = f" ({entry.reason})" if entry.reason else ""
+            lines.append(f"{entry.op}: {sizes(entry.measured)} per step over all ranks{expected}{reason}")
     return lines
 
 
@@ -354,7 +354,7 @@ def _row(state: RunState, number: int) -> list[RenderableType]:
         formatted(steps.loss[-1] if len(steps) else None, ".4f"),
         formatted(rank_throughput(state, number, now=True), ",.0f"),
         formatted(seconds and 1000 * seconds, ".1f"),
-        PhaseBar({phase: each or 0.0 for phase, each in phases.items()}),
+        PhaseBar({phase: duration or 0.0 for phase, duration in phases.items()}),
         sizes(*memory),
         "" if code is None else str(code),
     )

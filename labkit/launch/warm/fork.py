@@ -96,7 +96,7 @@ class Origin:
         ]
         room = self._environ[1] - self._environ[0]
         ends = itertools.accumulate(map(len, variables))
-        _write(*self._environ, b"".join(one for one, end in zip(variables, ends) if end < room))
+        _write(*self._environ, b"".join(variable for variable, end in zip(variables, ends) if end < room))
         _libc.prctl(_PR_SET_NAME, self._name, 0, 0, 0)
 
 

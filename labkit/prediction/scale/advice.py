@@ -61,13 +61,13 @@ class Advice:
     def ranked(self) -> tuple[Estimate, ...]:
         """The fastest layout of each strategy, the fastest first."""
         best: dict[str, Estimate] = {}
-        for one in self.fitting:
-            best.setdefault(one.layout.kind, one)
+        for candidate in self.fitting:
+            best.setdefault(candidate.layout.kind, candidate)
         return tuple(best.values())
 
     def of_kind(self, kind: str) -> Estimate | None:
         """The fastest layout of a strategy such as `FSDP × TP` that fits; None if none does."""
-        return next((one for one in self.ranked if one.layout.kind == kind), None)
+        return next((estimate for estimate in self.ranked if estimate.layout.kind == kind), None)
 
 
 def advice(training: Training) -> Advice:
@@ -87,14 +87,14 @@ def advice(training: Training) -> Advice:
         needs = memory(training, smallest)
         if mesh.kind not in least or needs.total < least[mesh.kind][1].total:
             least[mesh.kind] = smallest, needs
-    fitting.sort(key=lambda one: one.seconds)
-    done = {one.layout.kind for one in fitting}
+    fitting.sort(key=lambda estimate: estimate.seconds)
+    done = {estimate.layout.kind for estimate in fitting}
     misfits = (
         Misfit(layout, needs, needs.total - training.usable, _closest(layout, fitting))
         for kind, (layout, needs) in least.items()
         if kind not in done
     )
-    in_order = tuple(sorted(misfits, key=lambda one: one.missing))
+    in_order = tuple(sorted(misfits, key=lambda misfit: misfit.missing))
     known = done | least.keys()
     return Advice(training, tuple(fitting), in_order, {k: n for k, n in too_small.items() if k not in known})
 
@@ -115,7 +115,7 @@ def fastest(training: Training, mesh: Layout) -> Estimate | None:
                 break
         else:
             break  # larger micro-batches need more
-    return min(found, key=lambda one: one.seconds, default=None)
+    return min(found, key=lambda candidate: candidate.seconds, default=None)
 
 
 def _divisors(number: int) -> Iterator[int]:
@@ -149,8 +149,8 @@ def devices_needed(training: Training) -> int | None:
         devices *= 2
         larger = replace(training, devices=devices, batch=max(training.batch, devices))
         meshes = layouts(larger.model, larger.machine, devices, larger.sequence)
-        smallest = (replace(one, micro_batches=larger.batch // one.data, recompute="full") for one in meshes)
-        if any(memory(larger, one).total <= larger.usable for one in smallest):
+        smallest = (replace(mesh, micro_batches=larger.batch // mesh.data, recompute="full") for mesh in meshes)
+        if any(memory(larger, layout).total <= larger.usable for layout in smallest):
             return devices
     return None
 

@@ -184,7 +184,7 @@ class Case:
 
     def speed(self, runs: Iterable[Published]) -> float | None:
         """The median of the speeds of runs with the same layout, in tokens per second and GPU; None if none ran."""
-        speeds = [found for found in map(speed, runs) if found is not None]
+        speeds = [reached for reached in map(speed, runs) if reached is not None]
         return median(speeds) if speeds else None
 
     @property
@@ -194,8 +194,8 @@ class Case:
         for run in self.runs:
             by_layout.setdefault(key_of(run.layout), []).append(run)
         known = [(self.speed(runs), runs[0]) for runs in by_layout.values()]
-        ran = [(found, run) for found, run in known if found is not None]
-        return tuple(sorted(ran, key=lambda each: -each[0]))
+        ran = [(distance, run) for distance, run in known if distance is not None]
+        return tuple(sorted(ran, key=lambda ranked: -ranked[0]))
 
     @property
     def failures(self) -> tuple[Published, ...]:
@@ -212,7 +212,7 @@ class Case:
 
     def layout(self, degrees: Mapping[str, int]) -> Layout:
         """A layout with all of `DEGREES`, and otherwise as in the runs; `dp` × `micro_batch` must divide the batch."""
-        sharding = next(one for one in SHARDINGS.values() if _STAGES[one.owners] == degrees.get("zero", 0))
+        sharding = next(row for row in SHARDINGS.values() if _STAGES[row.owners] == degrees.get("zero", 0))
         return replace(
             self.runs[0].layout,
             sharding=sharding,
@@ -328,7 +328,7 @@ def _coordinates(runs: tuple[Published, ...]) -> numpy.ndarray:
 
 
 def _coordinate(training: Training, layout: Layout) -> list[float]:
-    return [each * math.log2(figure(training, layout)) for each, figure in _SCALED.values()]
+    return [weight * math.log2(figure(training, layout)) for weight, figure in _SCALED.values()]
 
 
 Difference = tuple[float, tuple[str, Any, Any]]  # a distance; what differs, its value there, its value here
@@ -337,10 +337,10 @@ Difference = tuple[float, tuple[str, Any, Any]]  # a distance; what differs, its
 def _differences(training: Training, layout: Layout, run: Published) -> list[Difference]:
     """What distinguishes a run from a layout of a training."""
     found: list[Difference] = []
-    for name, (each, figure) in _SCALED.items():
+    for name, (weight, figure) in _SCALED.items():
         there, here = figure(run.training, run.layout), figure(training, layout)
         if there != here:
-            found.append((each * abs(math.log2(there / here)), (name, there, here)))
+            found.append((weight * abs(math.log2(there / here)), (name, there, here)))
     for name, (cost, value) in _NAMED.items():
         other, own = value(run.training, run.layout), value(training, layout)
         if other != own and other is not None and own is not None:
@@ -358,7 +358,9 @@ def _sharded(layout: Layout) -> frozenset[str]:
 
 
 def _in_words(differences: Sequence[Difference]) -> tuple[str, ...]:
-    large = sorted((each for each in differences if each[0] > _SAME), key=lambda each: -each[0])
+    large = sorted(
+        (difference for difference in differences if difference[0] > _SAME), key=lambda difference: -difference[0]
+    )
     return tuple(_words(*what) for _, what in large)
 
 

@@ -105,12 +105,12 @@ def check(path: Path) -> Checked:
             pairs.append(Pair(run, estimate(run.training, run.layout)))
         except LookupError as error:
             refused.append(Refused(run.line, run.source, run.title, str(error)))
-    sources = sorted({one.source for one in (*runs, *refused)})
+    sources = sorted({published.source for published in (*runs, *refused)})
     by_source = (
         _agreement(
             source,
             [pair for pair in pairs if pair.run.source == source],
-            sum(one.source == source for one in refused),
+            sum(published.source == source for published in refused),
         )
         for source in sources
     )
@@ -186,4 +186,4 @@ def _regret(group: Sequence[Pair]) -> float:
     for pair in group:
         speeds.setdefault(pair.run.layout, []).append(pair.run.measured.tokens_per_second_per_gpu or 0.0)
     first = max(group, key=lambda pair: pair.estimate.tokens_per_second_per_gpu).run.layout
-    return median(speeds[first]) / max(median(each) for each in speeds.values())
+    return median(speeds[first]) / max(median(repeats) for repeats in speeds.values())

@@ -114,8 +114,8 @@ _TORCHTUNE = Framework(
 )
 
 FRAMEWORKS: dict[str, Framework] = {
-    one.name: one
-    for one in (
+    framework.name: framework
+    for framework in (
         Framework("pytorch", "PyTorch", "the formulas of the papers named in model.py, memory.py and step.py"),
         Framework(
             "nanotron",

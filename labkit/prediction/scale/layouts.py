@@ -36,8 +36,8 @@ class Sharding:
 # (gradient_as_bucket_view=False). FSDP: Zhao et al. 2023: the gathered unit, the prefetched one, and unreduced
 # gradients; its hybrid sharding all-reduces the shards of the gradients among the groups.
 SHARDINGS: dict[str, Sharding] = {
-    one.name: one
-    for one in (
+    sharding.name: sharding
+    for sharding in (
         Sharding("ddp", "DDP", once=("all_reduce",), buffers=(1, 0, 0)),
         Sharding(
             "zero1",

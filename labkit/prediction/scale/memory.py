@@ -59,7 +59,7 @@ def memory(training: Training, layout: Layout) -> Memory:
     """
     every = stages_of(training, layout)
     asked = range(len(every)) if layout.framework.balanced else {0, len(every) - 1}
-    return max((_of_stage(training, layout, every[rank], rank) for rank in asked), key=lambda one: one.total)
+    return max((_of_stage(training, layout, every[rank], rank) for rank in asked), key=lambda stage: stage.total)
 
 
 def bytes_per_parameter(training: Training, layout: Layout) -> Mapping[str, float]:

@@ -151,7 +151,7 @@ def _model(row: Mapping[str, str]) -> Model:
             raise ValueError(f"the shape of the model is not said: {name} is empty")
     layers, width, heads = sizes["layers"] or 1, sizes["hidden"] or 1, sizes["heads"] or 1
     name = row["model"].lower()
-    family = next((one for one in _FAMILIES if re.search(rf"\b(?:{one[0]})", name)), None)
+    family = next((candidate for candidate in _FAMILIES if re.search(rf"\b(?:{candidate[0]})", name)), None)
     gated, tied, vocabulary = family[1:] if family else (True, False, 32_000)
     hidden = sizes["ffn"] or (4 * width if not gated else 256 * -(-8 * width // 768))
     if "nanotron" in name:

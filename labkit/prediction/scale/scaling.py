@@ -34,10 +34,10 @@ class Series:
         """The smallest number of devices from which on communication takes longer than computation; None if it never
         does."""
         bound = None
-        for devices, one in zip(reversed(self.devices), reversed(self.estimates)):
-            if one is None:
+        for devices, estimate in zip(reversed(self.devices), reversed(self.estimates)):
+            if estimate is None:
                 continue
-            if not one.communication_bound:
+            if not estimate.communication_bound:
                 break
             bound = devices
         return bound
@@ -60,13 +60,13 @@ def scaling(training: Training, most: int = MOST) -> tuple[Series, ...]:
             here = replace(training, devices=number, batch=_batch(training, number, mode))
             for kind in KINDS:
                 fits = [
-                    one
+                    estimate
                     for mesh in meshes
                     if mesh.kind == kind or number == 1
-                    for one in ([fastest(here, mesh)] if here.batch % mesh.data == 0 else [])
-                    if one
+                    for estimate in ([fastest(here, mesh)] if here.batch % mesh.data == 0 else [])
+                    if estimate
                 ]
-                found[kind, mode].append(min(fits, key=lambda one: one.seconds, default=None))
+                found[kind, mode].append(min(fits, key=lambda estimate: estimate.seconds, default=None))
     return tuple(Series(kind, mode, devices, tuple(found[kind, mode])) for kind, mode in found)
 
 

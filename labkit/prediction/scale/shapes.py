@@ -77,7 +77,7 @@ def _llama(layers: int, width: int, heads: int, hidden: int) -> Model:
 
 def parameters_in_words(count: float) -> str:
     """`6.74B`, `124M`."""
-    name, each = next((name, each) for name, each in reversed(_FACTORS.items()) if count >= 0.9995 * each)
+    name, each = next((name, factor) for name, factor in reversed(_FACTORS.items()) if count >= 0.9995 * factor)
     return f"{count / each:.3g}{name}"
 
 
@@ -91,7 +91,7 @@ def _titled(model: Model, title: str) -> Model:
 
 def of_workload(name: Any, options: Mapping[str, Any]) -> Model:
     """The dense transformer of a workload with some of its options. Raises `ValueError`, `SpecError`."""
-    transformers = [one.name for one in WORKLOADS.values() if one.transformer and not one.mixture]
+    transformers = [workload.name for workload in WORKLOADS.values() if workload.transformer and not workload.mixture]
     row = WORKLOADS[check_choice("workload", name, transformers)]
     settled = Spec("single", row.name, options={**options}).options
     assert row.transformer

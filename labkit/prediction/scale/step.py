@@ -210,9 +210,9 @@ class _Step:
         layout = self.layout
         count = layout.micro_batches
         works = {stage: self._work(stage) for stage in self.stages}
-        slowest = max(works.values(), key=lambda one: one.seconds)
+        slowest = max(works.values(), key=lambda work: work.seconds)
         average = sum(number * works[stage].seconds for stage, number in self.stages.items()) / layout.pipeline
-        self._count_traffic(max(works, key=lambda one: works[one].seconds))
+        self._count_traffic(max(works, key=lambda candidate: works[candidate].seconds))
         gathered, reduced, last, after = self._data(slowest.forward, slowest.backward + slowest.again)
         sends = self._sends()
         every = gathered + reduced + sends
@@ -401,7 +401,9 @@ class _Step:
         if layout.tensor == 1:
             return 0.0, calls
         hidden = self.framework.hidden[layout.asynchronous]
-        seconds = sum(times * self.training.seconds(one, size, layout.tensor, 1) for one, times in calls.items())
+        seconds = sum(
+            times * self.training.seconds(operation, size, layout.tensor, 1) for operation, times in calls.items()
+        )
         return (1 - hidden) * seconds + sum(calls.values()) * self.framework.call, calls
 
     def _context(self, stage: Stage) -> tuple[float, dict[str, float]]:
@@ -414,7 +416,9 @@ class _Step:
         if layout.context == 1:
             return 0.0, calls
         ranks = layout.context, layout.tensor
-        return sum(times * self.training.seconds(one, self._shared, *ranks) for one, times in calls.items()), calls
+        return sum(
+            times * self.training.seconds(operation, self._shared, *ranks) for operation, times in calls.items()
+        ), calls
 
     @property
     def _shared(self) -> float:

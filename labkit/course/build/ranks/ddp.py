@@ -73,7 +73,7 @@ def _begin(recorder: Recorder, seed: int) -> nn.Sequential:
     rate = torch.optim.SGD(alone.parameters(), RATE)
     recorder.record.expected = list(reference(alone, rate, dist.get_world_size()))
     model = network(seed)
-    recorder.record.figures["gradients"] = sum(each.nbytes for each in model.parameters())
+    recorder.record.figures["gradients"] = sum(parameter.nbytes for parameter in model.parameters())
     recorder.record.events.clear()  # those of the reference
     return model
 

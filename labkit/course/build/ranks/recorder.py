@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):
 
     def live(self) -> int:
         """Bytes of all watched tensors, and of those created while recording, that still exist."""
-        found = {key: storage for key, each in self._storages.items() if (storage := each()) is not None}
+        found = {key: storage for key, reference in self._storages.items() if (storage := reference()) is not None}
         self._storages = {key: self._storages[key] for key in found}
         return sum(storage.nbytes() for storage in found.values())
 
@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):
             self.record.finished_api = self.record.finished_api or f"torch.ops.{name[0]}.{name[2]}"
         out = func(*args, **(kwargs or {}))
         if name[2] in _PRODUCTS:
-            *_, left, right = (each for each in args if isinstance(each, torch.Tensor))
+            *_, left, right = (argument for argument in args if isinstance(argument, torch.Tensor))
             self.note(COMPUTE, flops=2 * left.numel() * right.shape[-1])
         if name[0] != "c10d":
             self.watch(*_tensors(out))
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
     def _communicates(self, name: str, payload: int, args: Any) -> None:
         size = self._group_size or dist.get_world_size()
         count = sum(tensor.nbytes for tensor in _tensors(args[payload]))
-        peer = next((each for each in args[1:] if type(each) is int), None) if name in _PEERS else None
+        peer = next((argument for argument in args[1:] if type(argument) is int), None) if name in _PEERS else None
         self.note(name, sent=sent("send" if name == "gather" else name, count, size), peer=peer)
 
     # ---- what Python calls
@@ -188,5 +188,5 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)

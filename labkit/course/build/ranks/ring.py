@@ -34,16 +34,16 @@ def _try(answer: Any, recorder: Recorder, mine: list[int], chunks: int) -> None:
     figures["flops"] = 4 * HEADS * CHUNK * CHUNK * DIMENSION  # of one chunk of queries and one of keys, in forward
 
     def own(whole: Tensor) -> Tensor:
-        return torch.cat([whole.chunk(chunks, dim=1)[each] for each in mine], dim=1)
+        return torch.cat([whole.chunk(chunks, dim=1)[chunk] for chunk in mine], dim=1)
 
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
         *whole, target = torch.randn(4, HEADS, chunks * CHUNK, DIMENSION, generator=generator)
-        whole = [each.requires_grad_() for each in whole]
+        whole = [tensor.requires_grad_() for tensor in whole]
         loss = nn.functional.mse_loss(own(_attention(*whole)), own(target))
         record.expected.append(loss.item())
         expected = torch.autograd.grad(nn.functional.mse_loss(_attention(*whole), target), whole)
-        parts = [own(each.detach()).requires_grad_() for each in whole]
+        parts = [own(tensor.detach()).requires_grad_() for tensor in whole]
         del loss
         before = recorder.live_at_rest()
         with recorder.during("forward", step):

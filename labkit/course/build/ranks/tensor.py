@@ -74,13 +74,13 @@ def _train(answer: Any, recorder: Recorder, part: Callable[[Tensor], Tensor], co
     record, figures = recorder.record, recorder.record.figures
     alone = _Model(Whole(*_parameters()))
     errors = [alone.train(recorder, step, lambda tokens: tokens, lambda gradient: None) for step in range(STEPS)]
-    record.expected = [part(each).mean().item() for each in errors]
+    record.expected = [part(error).mean().item() for error in errors]
     replicated = 2 * 2 * TOKENS * WIDTH * WIDTH  # operations of the layer before the MLP, in forward and backward
     whole = sum(event.flops for event in record.events) / STEPS
     figures["flops"] = replicated + (whole - replicated) / dist.get_world_size()
     record.events.clear()  # those of the reference
     figures["message"], figures["bias"] = TOKENS * WIDTH * 4, WIDTH * 4
-    figures["parameters"] = sum(each.nbytes for each in alone.mlp.parameters())
+    figures["parameters"] = sum(parameter.nbytes for parameter in alone.mlp.parameters())
     before = recorder.live()
     mlp = answer(*_parameters())
     recorder.remember("after the construction", recorder.live() - before)

@@ -25,8 +25,8 @@ def begin(recorder: Recorder) -> nn.Sequential:
     recorder.record.expected = list(reference(alone, adam(alone.parameters()), dist.get_world_size()))
     recorder.record.events.clear()  # those of the reference
     model = network(seed=0)
-    recorder.record.figures["parameters"] = sum(each.nbytes for each in model.parameters())
-    recorder.record.figures["largest"] = max(each.nbytes for each in model.parameters())
+    recorder.record.figures["parameters"] = sum(parameter.nbytes for parameter in model.parameters())
+    recorder.record.figures["largest"] = max(parameter.nbytes for parameter in model.parameters())
     return model
 
 
@@ -56,7 +56,7 @@ def fsdp(answer: Any, recorder: Recorder) -> None:
     model = begin(recorder)
     for index, layer in enumerate(model):
         if isinstance(layer, nn.Linear):
-            recorder.record.figures["unit"] = sum(each.nbytes for each in layer.parameters())
+            recorder.record.figures["unit"] = sum(parameter.nbytes for parameter in layer.parameters())
             model[index] = answer(layer)
     del layer
     recorder.record.figures["activations"] = 3 * LAYERS * SAMPLES * WIDTH * 4  # input, product and output of each layer
