@@ -185,6 +185,27 @@ def inferred_note(ranks: Mapping[int, RankState]) -> str:
     return f"samples/s inferred from the first batches: {'; '.join(parts)}" if parts else ""
 
 
+# ---- steps of ranks that differ
+
+
+def finished_steps(ranks: Mapping[int, RankState]) -> dict[int, int]:
+    """By rank, the steps that it has finished in its newest attempt."""
+    return {
+        number: int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0 for number, rank in ranks.items()
+    }
+
+
+def uneven_note(ranks: Mapping[int, RankState]) -> str:
+    """How many steps each rank has finished, in words; empty if all have finished as many."""
+    alike: dict[int, list[int]] = defaultdict(list)
+    for number, steps in finished_steps(ranks).items():
+        alike[steps].append(number)
+    if len(alike) < 2:
+        return ""
+    parts = [f"{_named(tuple(numbers))} finished {steps or 'no'} steps" for steps, numbers in sorted(alike.items())]
+    return f"Ranks differ in their steps: {', '.join(parts)}."
+
+
 def _named(ranks: tuple[int, ...]) -> str:
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
