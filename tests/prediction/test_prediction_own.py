@@ -213,6 +213,9 @@ def step():
 """
 
 
+# As many samples as some random number leaves.
+COUNTED = TRAINING.replace("zeros(2, 4)", "zeros(9, 4)[: int((torch.rand(9) < 0.5).sum())]") + "step()\n" * 3
+
 # DDP is not told that a step does not use all parameters.
 UNUSED = """
 import torch, torch.distributed as dist
@@ -349,6 +352,7 @@ def test_a_script_for_gpus_is_traced_without_one(written):
         ("import socket\nsocket.create_connection(('127.0.0.1', 9))", r"train.py:2 opens a connection"),
         ("import torch\nx = torch.randn(4)\nx[x > 0]", r"train.py:3 needs the values of a tensor \(aten.nonzero"),
         ("import torch\nif torch.rand(()) < 0.5:\n    pass", r"train.py:2 needs the values of a tensor .* integers"),
+        (COUNTED, r"train.py:6 reads a number that depends on the data, .* compute sizes from shapes"),
         (TRAINING + "step()", r"the script ended in the step after the first one, which is not a typical one"),
         (
             UNUSED,
@@ -398,6 +402,11 @@ def test_steps_before_the_end_of_a_trace_stand(written, tmp_path):
 def test_a_script_that_can_do_without_a_file_continues(written):
     plan = predict(written(TRAINING + "try:\n    open('x', 'w')\nexcept OSError:\n    pass\n" + "step()\n" * 3))
     assert not plan.reason
+
+
+def test_numbers_that_are_only_counted_do_no_harm(written):
+    counted = TRAINING + "right = 0\nfor _ in range(3):\n    step()\n    right += int((model.weight > 0).sum())\n"
+    assert predict(written(counted + "    print(right / 16)\n")).method == "simulated"
 
 
 def test_a_prediction_is_cached_until_something_it_read_changes(written, tmp_path, monkeypatch):

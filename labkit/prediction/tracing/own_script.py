@@ -60,8 +60,9 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     `STEPS`, and `read`, the files that were read.
 
     `request` has `arguments` (a script, or `-m` and a module, and its arguments), `folder`, the working folder,
-    `environment`, `ranks`, their number, `gpus`, whether each of them has a GPU, and `limit` in seconds.
-    Raises `Untraceable`.
+    `environment`, `ranks`, their number, `gpus`, whether each of them has a GPU, `limit` in seconds, and `number`, what
+    the script reads from an integer without data. The result also has `number_read`, the line that read one first, or
+    an empty text. Raises `Untraceable`.
     """
     os.environ.clear()
     os.environ.update(request["environment"], CUDA_VISIBLE_DEVICES="")
@@ -71,6 +72,7 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     _without_streams()
     tape = Tape(request["gpus"])
     tape.keeps_kernels = tape.computes_numbers = True
+    tape.number = request["number"]
     world.join(rank, request["ranks"])
     works_alone()
     if request["gpus"]:
@@ -108,7 +110,8 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     own = sorted(
         path for path in read if path.startswith("/") and not path.startswith((*_LIBRARIES, "/proc/", "/dev/"))
     )
-    return steps.newest() | {"ended": early, "read": own}
+    number_read = _place(tape.first_read) if tape.first_read else ""
+    return steps.newest() | {"ended": early, "read": own, "number_read": number_read}
 
 
 class TapeClock(CpuClock):

@@ -9,6 +9,7 @@ it until Python or C++ releases its last reference, or until it is resized (FSDP
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -104,6 +105,8 @@ class Tape(DISPATCH_MODE.get()):
     `work` are recorded if `keeps_kernels` is set; `on_gpu` is as for `Work`. Integers are computed if
     `computes_numbers` is set, because scripts read positions in their data from them; all other tensors have no data.
 
+    A script that reads an integer without data gets `number`; `first_read` is where it was first, if it was.
+
     `history`, in the form of `allocator.peaks`, has everything since the first `restart` while `keeps_history` is set,
     except `elsewhere`, the addresses of tensors in host memory. On a GPU, the two threads that compute products, the
     script's and that of backward, each keep a workspace of cuBLAS from their first product on; numbers that optimizers
@@ -116,6 +119,8 @@ class Tape(DISPATCH_MODE.get()):
         self.work = Work(on_gpu)
         self.keeps_kernels = self.computes_numbers = False
         self.keeps_history = True
+        self.number = 1
+        self.first_read: traceback.StackSummary | None = None
         self.allocations: list[Allocation] = []
         self.calls: list[Call] = []
         self.flops = Flops()
@@ -175,7 +180,10 @@ class Tape(DISPATCH_MODE.get()):
             return True
         if self.computes_numbers and tensor.dtype == torch.bool and getattr(tensor, "constant", None) is None:
             raise NO_VALUES.get()(func)
-        return _value(tensor)
+        value = _value(tensor, self.number)
+        if self.first_read is None and value == self.number and not tensor.dtype.is_floating_point:
+            self.first_read = traceback.extract_stack()
+        return value
 
     def restart(self) -> None:
         """Begins a new record."""
@@ -278,9 +286,9 @@ def _executed(func: Any, args: Any, kwargs: Any, computes: bool) -> Any:
     return result
 
 
-def _value(tensor: torch.Tensor) -> Any:
+def _value(tensor: torch.Tensor, number: int) -> Any:
     """What a script reads from a tensor without data: a constant of the script has its value, no flag is set (overflow,
-    not finite), and other numbers are 1, which can be a divisor."""
+    not finite), an integer is `number`, and other numbers are 1, which can be a divisor."""
     constant = getattr(tensor, "constant", None)
     if constant is not None:
         with WITHOUT_MODES.get()():
@@ -288,7 +296,7 @@ def _value(tensor: torch.Tensor) -> Any:
     kind = tensor.dtype
     if kind in (torch.bool, torch.uint8):
         return False
-    return 1.0 if kind.is_floating_point else 1
+    return 1.0 if kind.is_floating_point else number
 
 
 class TapeCensus(Census):
