@@ -51,6 +51,7 @@ class Observations:
             "epoch": _ITERATIONS,
             "batch": _BATCHES,
             "save": _SAVES,
+            "restored": 1,
             "input": 0,
             "not_finite": 1,
             "evaluation": _EVALUATIONS,
@@ -69,6 +70,7 @@ class Observations:
         patches.wrap("data loaders", "torch.utils.data.BatchSampler.__iter__", self._drawing)
         patches.wrap("calls of item", "torch.Tensor.item", self._items)
         patches.wrap("saved files", "torch.save", self._saves)
+        patches.wrap("restored states", "torch.optim.Optimizer.load_state_dict", self._before(self._restores))
 
     def model(self, model: torch.nn.Module) -> None:
         """A module is called with gradients for the first time; it counts as a model if it has trainable parameters."""
@@ -142,12 +144,12 @@ class Observations:
     # ---- wrapped functions
 
     def _before(self, record: Callable[[Any], None]) -> Callable[[Any], Any]:
-        def make(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            def iterate(loader: Any) -> Any:
-                self._guard(record, loader)
-                return original(loader)
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
+                self._guard(record, owner)
+                return original(owner, *args, **kwargs)
 
-            return iterate
+            return call
 
         return make
 
@@ -226,6 +228,10 @@ class Observations:
         elif self._stepped and step > _ITEMS + 1:
             self._journal.write("saw", what="item", calls=len(self._stepped), steps=_ITEMS)
             self._stepped = set()
+
+    def _restores(self, optimizer: torch.optim.Optimizer) -> None:
+        if step := self._step():
+            self._record("restored", step=step)
 
     def _saves(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from labkit.record.events import (
     Look,
     MemoryStep,
     Model,
+    Restored,
     Seen,
     Silent,
     Timeline,
@@ -204,6 +205,14 @@ def uneven_note(ranks: Mapping[int, RankState]) -> str:
         return ""
     parts = [f"{_named(tuple(numbers))} finished {steps or 'no'} steps" for steps, numbers in sorted(alike.items())]
     return f"Ranks differ in their steps: {', '.join(parts)}."
+
+
+def repeated_note(ranks: Mapping[int, RankState]) -> str:
+    """After which step ranks went back to an earlier state, in words; empty if none did."""
+    steps = [restored.step for rank in ranks.values() for restored in rank.seen(Restored)]
+    if not steps:
+        return ""
+    return f"The script loaded an optimizer's state after step {min(steps)}: steps that it repeats count again."
 
 
 def _named(ranks: tuple[int, ...]) -> str:

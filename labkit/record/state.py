@@ -35,6 +35,7 @@ from labkit.record.ranks import (
     inferred,
     inferred_note,
     numbers,
+    repeated_note,
     uneven_note,
 )
 from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped
@@ -341,7 +342,8 @@ class RunState:
         if self._asked:
             notes = [self._asked.strategy_row.note(self._asked.device)]
         else:
-            notes = [inferred_note(self.ranks), uneven_note(self.ranks) if self.over else ""]
+            notes = [inferred_note(self.ranks), repeated_note(self.ranks)]
+            notes += [uneven_note(self.ranks)] if self.over else []
         because = self.status.cold_because
         notes.append(f"The run started cold: {because}." if because else "")
         return " ".join(filter(None, notes))
