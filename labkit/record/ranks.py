@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from labkit.common.units import counted
 from labkit.record.documents import Failure, Status
 from labkit.record.events import (
     Batch,
@@ -203,7 +204,7 @@ def uneven_note(ranks: Mapping[int, RankState]) -> str:
         alike[steps].append(number)
     if len(alike) < 2:
         return ""
-    parts = [f"{_named(tuple(numbers))} finished {steps or 'no'} steps" for steps, numbers in sorted(alike.items())]
+    parts = [f"{_named(tuple(numbers))} finished {counted(steps, 'step')}" for steps, numbers in sorted(alike.items())]
     return f"Ranks differ in their steps: {', '.join(parts)}."
 
 

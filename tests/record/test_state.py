@@ -48,7 +48,7 @@ def test_ranks_of_a_script_that_serve_the_others_do_not_hold_the_step():
     assert state.step == 1 and not state.note
     assert fold(events[:4]).step == 0 and fold(events[:2], events[4:]).step == 1
     apply(state, status("finished"))
-    assert "rank 0 finished no steps, rank 1 finished 1 steps, rank 2 finished 2 steps" in state.note
+    assert "rank 0 finished 0 steps, rank 1 finished 1 step, rank 2 finished 2 steps" in state.note
     apply(state, {"kind": "saw", "t": 1.0, "rank": 1, "what": "restored", "step": 1})
     assert "loaded an optimizer's state after step 1: steps that it repeats count again" in state.note
     alike = fold(script, *(step(rank, number) for rank in range(3) for number in (1, 2)), status("finished"))
