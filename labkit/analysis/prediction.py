@@ -244,7 +244,8 @@ def _range(low: float, high: float) -> str:
 
 
 def _differs(predicted: float | None, measured: float) -> bool:
-    return predicted is not None and round(predicted) != round(measured)
+    """Whether the sizes are different ones in words."""
+    return predicted is not None and size(predicted) != size(measured)
 
 
 def how_made(plan: Plan) -> str:

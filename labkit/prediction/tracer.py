@@ -84,6 +84,7 @@ _LIMIT = 120  # seconds for the first steps of a script of the user's own
 # The first typical step by wrapper: optimizer state exists from the second one on; in the third, DDP has its final
 # buckets and PowerSGD compresses.
 _FIRST_TYPICAL, _THIRD = {"FSDP": 2}, 3
+_OTHER = 3  # what a script reads from integers without data in a second trace
 _MESSAGE = 300  # characters of an error
 _BLOCK = 1 << 20  # bytes
 _POLL = 0.05  # seconds between two looks at whether a request is cancelled
@@ -109,8 +110,27 @@ def traced(spec: Spec, ranks: Iterable[int], cancelled: Callable[[], bool] = nev
     """The traces of some ranks of a Spec with a known number of ranks, by rank. Raises `TraceFailed`, and `Cancelled`
     soon after `cancelled` returns true."""
     if spec.strategy is None:
-        return _results("script's trace", ranks, spec, _own(spec), cancelled)
+        return _own_traces(ranks, spec, cancelled)
     return _results("trace", ranks, spec, {**_generated(spec), "model": _on_one_device(spec)}, cancelled)
+
+
+def _own_traces(ranks: Iterable[int], spec: Spec, cancelled: Callable[[], bool]) -> dict[int, dict[str, Any]]:
+    """The traces of a script of the user's own. If it reads integers that a trace does not have, a rank is traced again
+    with other ones; `TraceFailed` if its step is another one then."""
+    found = _results("script's trace", ranks, spec, _own(spec), cancelled)
+    lines = {rank: line for rank, trace in found.items() if (line := trace.pop("number_read"))}
+    for rank, line in [*lines.items()][:1]:
+        reason = (
+            f"rank {rank}: {line} reads a number that depends on the data, which a trace does not have, and the step"
+            " depends on it; compute sizes from shapes"
+        )
+        try:
+            other = _results("script's trace", [rank], spec, _own(spec) | {"number": _OTHER}, cancelled)[rank]
+        except TraceFailed:
+            raise TraceFailed(reason) from None
+        if other["step"]["peak"] != found[rank]["step"]["peak"] or other["calls"] != found[rank]["calls"]:
+            raise TraceFailed(reason)
+    return found
 
 
 def computed(spec: Spec, ranks: Iterable[int], cancelled: Callable[[], bool] = never) -> dict[int, list[list[Any]]]:
@@ -166,6 +186,7 @@ def _own(spec: Spec) -> dict[str, Any]:
         "environment": _environment(os.environ),
         "gpus": spec.device == "cuda",
         "limit": _LIMIT,
+        "number": 1,
     }
 
 

@@ -138,7 +138,7 @@ def _watch_forwards(
             return
         depth -= depth > 0
         if depth == 0:  # rest is (kwargs, result), or (result,) if forward raised
-            guard(watch.forward_ends, token, module, (args, *rest[:-1]), len(rest) == 1)
+            guard(watch.forward_ends, token, module, (args, *rest[:-1]), rest[-1], len(rest) == 1)
 
     of_modules = "torch.nn.modules.module.register_module_forward"
     patches.hook("steps", f"{of_modules}_pre_hook", before)

@@ -32,6 +32,7 @@ from labkit.probe.losses import Edge
 from labkit.probe.memory import local
 from labkit.probe.patches import Patches
 from labkit.probe.tensors import outermost
+from labkit.probe.timeline import OF_PROBE
 from labkit.probe.torch_private import (
     PROFILER_ENABLED,
     SAVED_COUNT,
@@ -411,7 +412,8 @@ def _factor(before: list[list[float]], after: list[list[float]]) -> float | None
 
 def _random_states() -> dict[str, str]:
     """A digest of the state of each random number generator."""
-    states: dict[str, bytes] = {"torch": torch.default_generator.get_state().numpy().tobytes()}
+    with torch.autograd.profiler.record_function(OF_PROBE):
+        states: dict[str, bytes] = {"torch": torch.default_generator.get_state().numpy().tobytes()}
     states["random"] = str(hash(random.getstate()[1])).encode()
     if (numpy := sys.modules.get("numpy")) is not None:
         _, keys, position, *_ = numpy.random.get_state()

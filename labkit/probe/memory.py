@@ -109,6 +109,7 @@ class Held:
 
     def __init__(self) -> None:
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.replicas: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # of DistributedDataParallel
         self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
         self._lasting: list[weakref.ref[torch.Tensor]] = []
         self._data: list[weakref.ref[torch.Tensor]] = []
@@ -124,6 +125,7 @@ class Held:
         began = time.perf_counter()
         modules, tensors, data = _found()
         self._modules = weakref.WeakSet(module for module in modules if next(_own(module, *_MEMBERS), None) is not None)
+        self.replicas = weakref.WeakSet(module for module in modules if _is_replica(module))
         seen = {id(tensor): tensor for tensor in tensors[:_MOST] if _is_on(tensor, device)}
         lasting = [tensor for key, tensor in seen.items() if key in self._seen and self._seen[key]() is tensor]
         self._lasting = [weakref.ref(tensor) for tensor in lasting]
@@ -159,6 +161,10 @@ def _own(
     with suppress(AttributeError):
         for each in members:
             yield from (tensor for _, tensor in each(module, recurse=False))
+
+
+def _is_replica(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.parallel.DistributedDataParallel)
 
 
 def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -220,7 +226,7 @@ def _tensors_below(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 _WALKED = 2  # steps after the newest model or optimizer in which all objects are searched
-_SAMPLED = 3  # the step after the newest model or optimizer that is profiled
+_SAMPLED = 3  # the step after the newest model or optimizer that is profiled; DDP rebuilds static graphs in it
 _SETTLED = 3  # steps after which the owners no longer change, and are counted rarely
 _RARELY = 100
 
@@ -259,6 +265,10 @@ class Census:
                 total += size
         return total
 
+    def owner(self, tensor: torch.Tensor) -> str:
+        """Whose storage it is; empty if it is not counted."""
+        return self.counted.get(self._storage(tensor)[0], ("", 0))[0]
+
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Excludes the storages of these tensors, unless they are already counted."""
         for tensor in tensors:
@@ -294,7 +304,8 @@ class MemoryWatch:
     @property
     def is_due(self) -> bool:
         """Whether the next step must be profiled: by then the optimizer has its state, and DDP its final buckets."""
-        return self._age + 1 >= _SAMPLED and not self._is_sampled
+        first = _SAMPLED + any(model.static_graph for model in self._replicas())
+        return self._age + 1 >= first and not self._is_sampled
 
     def add_model(self, model: torch.nn.Module, device: torch.device) -> None:
         """Adds a trained model; memory on its device is counted."""
@@ -321,6 +332,10 @@ class MemoryWatch:
             allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
             return {"allocated": allocated["current"], "reserved": reserved["current"], "peak": allocated["peak"]}
         return {"allocated": sum(self._owners.values()), "reserved": None, "peak": self._peak}
+
+    def _replicas(self) -> set[Any]:
+        """Every live model in DistributedDataParallel, also if the script calls what is in it."""
+        return {*filter(_is_replica, self._models), *self._held.replicas}
 
     def owners(self) -> dict[str, int]:
         """Current bytes by owner, also in the middle of a step; without owners that are known only in profiled
@@ -358,13 +373,14 @@ class MemoryWatch:
         """Owner and bytes of every counted address, and by owner the bytes without a known address.
 
         Given `released`, what the last step left behind in CPU memory counts, too, as "other": `released` receives the
-        times (ns) at which it is freed, by address, infinite until then. A profile that starts now does not have them.
+        times (ns) at which it and the gradients are freed, by address, infinite until then. A profile that starts now
+        does not have them.
         """
         census = Census(self.device)
         owners = self.count(census)
         if released is not None and self.device.type == "cpu":
             for tensor in self._held.tensors():
-                if census.add([tensor], "other"):
+                if census.add([tensor], "other") or census.owner(tensor) == "gradients":
                     _watch(local(tensor).untyped_storage(), released)
         apart = {"communication": owners["communication"], "other": self._unknown(owners)}
         return {address: (owner, size) for address, (owner, size) in census.counted.items() if size}, apart
@@ -379,7 +395,7 @@ class MemoryWatch:
         """Counts everything that outlives a step with a census; returns the bytes by owner."""
         owned = states_of([*self._models], [*self._optimizers], self._held.parameters())
         found = {owner: census.add(tensors, owner) for owner, tensors in owned.items()} | {
-            "communication": sum(self._guard(_buckets, model) or 0 for model in self._models),
+            "communication": sum(self._guard(_buckets, model) or 0 for model in self._replicas()),
         }
         if self.device.type == "cpu":
             census.leave_out(self._held.data())  # in a GPU run they would be in host memory
@@ -413,10 +429,13 @@ def states_of(
     }
 
 
-def _buckets(model: torch.nn.Module) -> int:
-    """Bytes of DDP's buckets as DDP reports them; 0 for any other model, and if gradients are views of them."""
-    if not isinstance(model, torch.nn.parallel.DistributedDataParallel) or model.gradient_as_bucket_view:
-        return 0
+def _buckets(model: Any) -> int:
+    """Bytes of DDP's buckets as DDP reports them, without those of which gradients are views."""
     data = DDP_LOGGING.of(model)()
-    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-    return sum(int(size) for size in sizes.split(",") if size.strip())
+    reported = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+    total = sum(int(size) for size in reported.split(",") if size.strip())
+    if not model.gradient_as_bucket_view:
+        return total
+    storages = [one.grad.untyped_storage() for one in model.parameters() if one.grad is not None]
+    viewed = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return max(0, total - sum(viewed.values()))

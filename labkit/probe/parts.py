@@ -32,6 +32,7 @@ LOST = {
     "optimizers": "the losses of several optimizers are not kept apart, and updates without hooks are not found",
     "process groups": "data that needs the process group may be missing if the script destroys it",
     "processes": "processes that the script starts are not recorded",
+    "restored states": "steps that a script repeats from an earlier state are not named",
     "saved files": "paths that are passed to `torch.save` are not recorded",
     "scaled losses": "losses that pass through a gradient scaler are recorded as scaled",
     "sends": "point-to-point sends are not counted in the traffic",

@@ -22,7 +22,7 @@ from labkit.probe.journal import Guard, Journal
 from labkit.probe.memory import MemoryWatch, Snapshots, give_back_memory
 from labkit.probe.parts import MissingName
 from labkit.probe.patches import Patches
-from labkit.probe.timeline import Allocation, Row, collectives, curve, timeline
+from labkit.probe.timeline import OF_PROBE, Allocation, Row, collectives, curve, timeline
 from labkit.probe.torch_private import (
     EVENT_TYPE,
     KINETO_EVENTS,
@@ -123,9 +123,9 @@ def allocations_of(
             while around is not None:
                 inside.append(around.name)
                 around = around.parent
-            found.append(
-                Allocation(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, tuple(inside))
-            )
+            if OF_PROBE not in inside:
+                fields = event.extra_fields
+                found.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size, tuple(inside)))
     if device.type == "cuda":
         found += outside(found, _changes(results, device.index), before, after)
     return found

@@ -51,6 +51,7 @@ class Observations:
             "epoch": _ITERATIONS,
             "batch": _BATCHES,
             "save": _SAVES,
+            "restored": 1,
             "input": 0,
             "not_finite": 1,
             "evaluation": _EVALUATIONS,
@@ -69,6 +70,7 @@ class Observations:
         patches.wrap("data loaders", "torch.utils.data.BatchSampler.__iter__", self._drawing)
         patches.wrap("calls of item", "torch.Tensor.item", self._items)
         patches.wrap("saved files", "torch.save", self._saves)
+        patches.wrap("restored states", "torch.optim.Optimizer.load_state_dict", self._before(self._restores))
 
     def model(self, model: torch.nn.Module) -> None:
         """A module is called with gradients for the first time; it counts as a model if it has trainable parameters."""
@@ -142,12 +144,12 @@ class Observations:
     # ---- wrapped functions
 
     def _before(self, record: Callable[[Any], None]) -> Callable[[Any], Any]:
-        def make(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            def iterate(loader: Any) -> Any:
-                self._guard(record, loader)
-                return original(loader)
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
+                self._guard(record, owner)
+                return original(owner, *args, **kwargs)
 
-            return iterate
+            return call
 
         return make
 
@@ -226,6 +228,10 @@ class Observations:
         elif self._stepped and step > _ITEMS + 1:
             self._journal.write("saw", what="item", calls=len(self._stepped), steps=_ITEMS)
             self._stepped = set()
+
+    def _restores(self, optimizer: torch.optim.Optimizer) -> None:
+        if step := self._step():
+            self._record("restored", step=step)
 
     def _saves(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -317,7 +323,7 @@ class SampleCount:
 
     def restart(self) -> None:
         """A new step begins. Prefetched batches stay."""
-        self._fetched = self._called = self._used = 0
+        self._fetched = self._called = self._used = self._packed = 0
         self._model: int | None = None
 
     def forget(self) -> None:
@@ -337,15 +343,16 @@ class SampleCount:
             self._fetched += size
             self._unused.append(size)
 
-    def called(self, model: int, shapes: Sequence[Shape]) -> bool:
-        """A model was called with gradients on tensors of these shapes. Returns whether this model counts in the step.
+    def called(self, model: int, shapes: Sequence[Shape], packed: int = 0) -> bool:
+        """A model was called with gradients on tensors of these shapes, or on so many packed samples. Returns whether
+        this model counts in the step.
 
         Only one model per step counts: the first that is called on a batch, or the first of all if none is.
         """
         size = self._unused_batch(shapes) if not self._used or model == self._model else 0
         if size:
             if model != self._model:  # earlier models did not use a batch
-                self._called = 0
+                self._called = self._packed = 0
             self._model = model
             while self._unused.popleft() != size:
                 pass  # a batch that was skipped
@@ -353,6 +360,7 @@ class SampleCount:
         self._model = self._model or model
         if model == self._model and shapes:
             self._called += size or shapes[0][0]
+            self._packed += packed
         return model == self._model
 
     def raised(self, shapes: Sequence[Shape]) -> None:
@@ -372,6 +380,9 @@ class SampleCount:
 
     def take(self) -> int:
         """Ends the step and returns its samples."""
+        if self._packed:
+            self._unused.clear()
+            return self._packed
         if self._used:
             return self._used
         if self._shared():
@@ -391,6 +402,27 @@ class SampleCount:
         for _ in range(number):
             self._unused.popleft()
         return True
+
+
+def packed(inputs: Any, output: Any) -> int:
+    """The number of samples in a batch of which each row is a part of one: a node of a graph, or a token of a text. 0
+    if rows are samples.
+
+    A model has an output for each sample then, and an input that names the sample of each row (as `batch` of PyTorch
+    Geometric does) or where each sample begins (`offsets` of `EmbeddingBag`, `cu_seqlens`).
+    """
+    given = [tensor for tensor in tensors_in(inputs) if tensor.dim()]
+    results = shapes_in(output)
+    if not given or not results:
+        return 0
+    rows, samples = len(given[0]), results[0][0]
+    if samples >= rows or rows in results[0]:
+        return 0
+    names = (rows, samples, samples + 1)
+    is_packed = any(
+        tensor.dim() == 1 and not tensor.dtype.is_floating_point and len(tensor) in names for tensor in given
+    )
+    return samples if is_packed else 0
 
 
 def shapes_in(values: Any) -> list[Shape]:

@@ -18,7 +18,7 @@ from labkit.probe.losses import Edge, Loss, LossWatch, Share, share_of
 from labkit.probe.memory import MemoryWatch, local
 from labkit.probe.optimizers import InsideBackward, Optimizers, Pace, UpdateWatch
 from labkit.probe.sampler import StepSampler
-from labkit.probe.samples import Observations, SampleCount, Shape, shapes_in
+from labkit.probe.samples import Observations, SampleCount, Shape, packed, shapes_in
 from labkit.probe.startup import Startup
 from labkit.probe.threads import ScriptThread
 from labkit.probe.traffic import FlightRecorder, GroupWatch
@@ -420,7 +420,9 @@ class StepWatch(FinishedSteps):
             self.looks.forward_begins()
         return self.enter("forward")
 
-    def forward_ends(self, depth: int | None, model: torch.nn.Module, inputs: Any, raised: bool = False) -> None:
+    def forward_ends(
+        self, depth: int | None, model: torch.nn.Module, inputs: Any, output: Any, raised: bool = False
+    ) -> None:
         """The outermost module has returned or raised."""
         self.leave(depth)
         if depth is None or not torch.is_grad_enabled():
@@ -428,7 +430,7 @@ class StepWatch(FinishedSteps):
         if raised:
             self._samples.raised(shapes_in(inputs))
         elif not self._closure_ran:
-            counts = self._samples.called(id(model), shapes_in(inputs))
+            counts = self._samples.called(id(model), shapes_in(inputs), packed(inputs, output))
             if counts and self.observations:
                 self._see(self.observations.input, inputs)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from labkit.record.writer import OWNERS
 
+OF_PROBE = "labkit"  # around what the probe itself allocates in a step
 GAP = 50_000  # ns
 MOST = 600  # maximum number of comm spans, busy intervals, marks or curve points in one event
 _CALLS = ("c10d::", "_c10d_functional", "gloo:", "nccl:", "record_param_comms")

@@ -585,6 +585,12 @@ class Save(Observed, tag_field="what", tag="save"):
     step: Count
 
 
+class Restored(Observed, tag_field="what", tag="restored"):
+    """The script loaded the state of an optimizer after step `step` of this process, as it does to repeat steps."""
+
+    step: Count
+
+
 class Input(Observed, tag_field="what", tag="input"):
     """A digest of a model's inputs, in the first steps; null if they are activations, as a pipeline stage receives them
     from the previous one."""
@@ -652,6 +658,7 @@ Seen: TypeAlias = (
     | Batch
     | Item
     | Save
+    | Restored
     | Input
     | Evaluation
     | DividedData

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from labkit.common.units import counted
 from labkit.record.documents import Failure, Status
 from labkit.record.events import (
     Batch,
@@ -21,6 +22,7 @@ from labkit.record.events import (
     Look,
     MemoryStep,
     Model,
+    Restored,
     Seen,
     Silent,
     Timeline,
@@ -183,6 +185,35 @@ def inferred_note(ranks: Mapping[int, RankState]) -> str:
             f"{_named(later)} {'receive' if len(later) > 1 else 'receives'} activations, so no samples count there"
         )
     return f"samples/s inferred from the first batches: {'; '.join(parts)}" if parts else ""
+
+
+# ---- steps of ranks that differ
+
+
+def finished_steps(ranks: Mapping[int, RankState]) -> dict[int, int]:
+    """By rank, the steps that it has finished in its newest attempt."""
+    return {
+        number: int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0 for number, rank in ranks.items()
+    }
+
+
+def uneven_note(ranks: Mapping[int, RankState]) -> str:
+    """How many steps each rank has finished, in words; empty if all have finished as many."""
+    alike: dict[int, list[int]] = defaultdict(list)
+    for number, steps in finished_steps(ranks).items():
+        alike[steps].append(number)
+    if len(alike) < 2:
+        return ""
+    parts = [f"{_named(tuple(numbers))} finished {counted(steps, 'step')}" for steps, numbers in sorted(alike.items())]
+    return f"Ranks differ in their steps: {', '.join(parts)}."
+
+
+def repeated_note(ranks: Mapping[int, RankState]) -> str:
+    """After which step ranks went back to an earlier state, in words; empty if none did."""
+    steps = [restored.step for rank in ranks.values() for restored in rank.seen(Restored)]
+    if not steps:
+        return ""
+    return f"The script loaded an optimizer's state after step {min(steps)}: steps that it repeats count again."
 
 
 def _named(ranks: tuple[int, ...]) -> str:

@@ -25,7 +25,19 @@ from labkit.plan.spec import Spec, SpecError
 from labkit.record import events
 from labkit.record.documents import Failure, Guessed, Guesses, Plan, SpecFields, Status
 from labkit.record.events import Recorded, Value
-from labkit.record.ranks import OtherLosses, RankState, System, exit_code, failure_of, inferred, inferred_note, numbers
+from labkit.record.ranks import (
+    OtherLosses,
+    RankState,
+    System,
+    exit_code,
+    failure_of,
+    finished_steps,
+    inferred,
+    inferred_note,
+    numbers,
+    repeated_note,
+    uneven_note,
+)
 from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped
 from labkit.record.steps import Block, number
 from labkit.record.writer import OWNERS, STARTUP
@@ -313,20 +325,28 @@ class RunState:
 
     @property
     def step(self) -> int:
-        """The number of steps that all ranks of this folder have finished in the newest attempt."""
+        """The number of steps that all ranks of this folder have finished in the newest attempt. Of a script of the
+        user's own, ranks without a step do not count: they may serve the ones that train."""
         world = self.world_size
-        ranks = [rank for number, rank in self.ranks.items() if number < world]  # others have left
-        done = [int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0 for rank in ranks]
-        return min(done) if len(done) == self.expected else 0
+        ranks = {number: rank for number, rank in self.ranks.items() if number < world}  # others have left
+        done = finished_steps(ranks).values()
+        if len(done) != self.expected:
+            return 0
+        return min((steps for steps in done if steps or self._asked), default=0)
 
     @property
     def note(self) -> str:
-        """Remarks: how the run differs from the strategy's title (such as emulation), how a script's samples are
-        counted, and why the run started cold. Empty if there are none.
+        """Remarks: how the run differs from the strategy's title (such as emulation), how a script's samples and steps
+        are counted, and why the run started cold. Empty if there are none.
         """
-        note = self._asked.strategy_row.note(self._asked.device) if self._asked else inferred_note(self.ranks)
+        if self._asked:
+            notes = [self._asked.strategy_row.note(self._asked.device)]
+        else:
+            notes = [inferred_note(self.ranks), repeated_note(self.ranks)]
+            notes += [uneven_note(self.ranks)] if self.over else []
         because = self.status.cold_because
-        return " ".join(part for part in (note, f"The run started cold: {because}." if because else "") if part)
+        notes.append(f"The run started cold: {because}." if because else "")
+        return " ".join(filter(None, notes))
 
     @property
     def over(self) -> bool:

@@ -13,11 +13,12 @@ from places import BY_HAND
 from traced import apart as apart
 
 import labkit
-from labkit.analysis.prediction import outcomes, sentences
+from labkit.analysis.prediction import Outcome, outcomes, sentences
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
 from labkit.prediction.predict import cached, predict
 from labkit.prediction.tracer import MOST, TRACER, Cancelled, TraceFailed, classes, joined
+from labkit.record.state import RunState
 
 EXACT = 0.001  # of a measured peak
 
@@ -99,11 +100,130 @@ for inputs, targets in loader:
     optimizer.zero_grad()
 """
 
+# Parameters that a step does not use, gradients that are views of buckets, a model in DDP that is called without it,
+# gradients that the script reduces itself, a validated distribution, an LSTM and a CPU with a number.
+KINDS = """
+import os
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+dist.init_process_group("gloo")
+os.makedirs("checkpoints", exist_ok=True)
+device = torch.device("cpu", 0)
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(128, 512) for _ in range(3))
+    def forward(self, inputs, number):
+        return {"outputs": self.experts[number](inputs)}
+
+experts = DDP(Experts(), find_unused_parameters=True)
+views = DDP(Experts(), find_unused_parameters=True, gradient_as_bucket_view=True)
+policy, text, bypassed = DDP(nn.Linear(128, 8)), DDP(nn.LSTM(128, 64, batch_first=True)), DDP(nn.Linear(128, 512))
+by_hand = nn.Linear(128, 512).to(device)
+models = experts, views, policy, text, bypassed, by_hand
+optimizer = torch.optim.Adam([parameter for model in models for parameter in model.parameters()])
+assert len({parameter.data_ptr() for parameter in views.parameters()}) == 6
+for step in range(6):
+    inputs = torch.randn(64, 128, device=device)
+    choice = torch.distributions.Categorical(logits=policy(inputs))
+    loss = -choice.log_prob(choice.sample()).mean()
+    outputs = [experts(inputs, 1)["outputs"], views(inputs, 1)["outputs"], by_hand(inputs), bypassed.module(inputs)]
+    outputs += [text(inputs.view(8, 8, 128))[0]]
+    loss = loss + sum(each.pow(2).mean() for each in outputs)
+    if not torch.isfinite(loss):
+        break
+    optimizer.zero_grad()
+    loss.backward()
+    gradients = [parameter.grad for parameter in by_hand.parameters()]
+    summed = parameters_to_vector(gradients)
+    dist.all_reduce(summed)
+    vector_to_parameters(summed, gradients)
+    optimizer.step()
+    print(f"{loss:.3f}")
+dist.destroy_process_group()
+"""
+
+# Adapters of frozen layers in another type, whose gathered parameters gloo copies, and a static graph.
+ADAPTERS = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(512, 512).requires_grad_(False)
+        self.down, self.up = nn.Linear(512, 8, bias=False), nn.Linear(8, 512, bias=False)
+    def forward(self, inputs):
+        return self.base(inputs) + self.up(self.down(inputs))
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(512, 16), nn.Linear(512, 16)
+    def forward(self, inputs):
+        return self.used(inputs)
+
+body, head = nn.Sequential(*(Adapted() for _ in range(3))), DDP(Head(), static_graph=True)
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+for layer in body:
+    fully_shard(layer, mp_policy=policy)
+fully_shard(body, mp_policy=policy)
+trained = [parameter for parameter in [*body.parameters(), *head.parameters()] if parameter.requires_grad]
+optimizer = torch.optim.AdamW(trained)
+for step in range(6):
+    head(body(torch.randn(32, 512)).float()).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+# A pipeline whose stages know their shapes.
+STAGES = """
+import torch, torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+layers = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh())
+inputs, outputs = torch.randn(4, 16, requires_grad=rank > 0), torch.randn(4, 16, requires_grad=True)
+stage = PipelineStage(layers, rank, ranks, torch.device("cpu"), input_args=(inputs,), output_args=(outputs,))
+schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.functional.mse_loss)
+optimizer = torch.optim.AdamW(layers.parameters())
+for step in range(3):
+    schedule.step(*([torch.randn(8, 16)] if rank == 0 else []), target=torch.randn(8, 16))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
 TRAINING = """
 import torch
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 def step():
+    model(torch.zeros(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+# As many samples as some random number leaves.
+COUNTED = TRAINING.replace("zeros(2, 4)", "zeros(9, 4)[: int((torch.rand(9) < 0.5).sum())]") + "step()\n" * 3
+
+# DDP is not told that a step does not use all parameters.
+UNUSED = """
+import torch, torch.distributed as dist
+dist.init_process_group()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2)))
+model.module.forward = lambda inputs: model.module[0](inputs)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
     model(torch.zeros(2, 4)).sum().backward()
     optimizer.step()
 """
@@ -134,8 +254,8 @@ def test_a_trace_is_cancelled_and_the_process_answers_the_next_one(written):
     assert plan.method == "simulated" and TRACER._process is process
 
 
-def check(spec: Spec) -> None:
-    """The prediction of a script is what its run then measures."""
+def measured(spec: Spec) -> tuple[RunState, tuple[Outcome, ...]]:
+    """A run of a script after its prediction, which has its peaks."""
     plan = predict(spec)
     assert plan.method == "simulated" and not plan.reason
     state = warm_run(spec).state
@@ -145,8 +265,15 @@ def check(spec: Spec) -> None:
     assert len(found) == spec.processes
     for one in found:
         assert abs(one.error) <= EXACT, (one.peak_predicted, one.peak_measured)
+    return state, found
+
+
+def check(spec: Spec) -> None:
+    """The prediction of a script is what its run then measures."""
+    state, found = measured(spec)
+    for one in found:
         assert one.sent_predicted == one.sent_measured
-    for part in plan.classes:
+    for part in state.prediction.classes:
         for rank in part.ranks:
             assert state.ranks[rank].traffic.ops == part.ops
 
@@ -171,6 +298,30 @@ def test_positions_in_data_evaluations_accumulation_and_copies_are_traced(writte
     check(written(WINDOWS, nproc=2))
 
 
+def test_what_people_write_around_ddp_is_predicted(written):
+    check(written(KINDS, nproc=2))
+
+
+def test_adapters_in_another_type_and_a_static_graph_are_predicted(written):
+    _, found = measured(written(ADAPTERS, nproc=2))
+    for one in found:  # DDP also broadcasts which buckets it rebuilds in the step that is measured
+        assert one.sent_predicted == pytest.approx(one.sent_measured, rel=EXACT)
+
+
+def test_stages_that_know_their_shapes_are_predicted(written):
+    plan = predict(written(STAGES, nproc=2))
+    assert [rank.comm_bytes_per_step for rank in plan.ranks] == [2 * 4 * 16 * 4] * 2
+
+
+def test_a_later_step_that_sends_something_else_is_named(written):
+    period = "import torch.distributed as dist\ndist.init_process_group()\n" + TRAINING
+    period += "for number in range(8):\n    step()\n"
+    period += "    if number == 4:\n        [dist.all_reduce(one.data) for one in model.parameters()]\n"
+    plan = predict(written(period, nproc=2))
+    assert plan.reason == "its steps differ: step 6 has collectives of 80 B, the one predicted of 0 B"
+    assert plan.ranks[0].comm_bytes_per_step == 0
+
+
 def test_a_script_for_gpus_is_traced_without_one(written):
     plan = predict(written(ON_GPUS, nproc=4, device="cuda", args=("--batch", "32")))
     assert [part.ranks for part in plan.classes] == [[0, 1, 2, 3]]
@@ -186,7 +337,10 @@ def test_a_script_for_gpus_is_traced_without_one(written):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("import os\nos.mkdir('out')", r"train.py:2 creates the folder out, .* do this after that step"),
+        (
+            "import os\nos.mkdir('out')\nopen('out/log', 'w')",
+            r"train.py:3 writes to out/log, .* do this after that step",
+        ),
         ("import os\nos.remove('train.py')", r"train.py:2 removes train.py, which a trace refuses"),
         ("open('log.txt', 'w')", r"train.py:1 writes to log.txt, which a trace refuses"),
         ("import os\nos.open('train.py', os.O_RDWR | os.O_TRUNC)", r"train.py:2 writes to train.py"),
@@ -197,6 +351,13 @@ def test_a_script_for_gpus_is_traced_without_one(written):
         ("import torch\ntorch.multiprocessing.spawn(print, nprocs=2)", r"starts a process, .* leave it to torchrun"),
         ("import socket\nsocket.create_connection(('127.0.0.1', 9))", r"train.py:2 opens a connection"),
         ("import torch\nx = torch.randn(4)\nx[x > 0]", r"train.py:3 needs the values of a tensor \(aten.nonzero"),
+        ("import torch\nif torch.rand(()) < 0.5:\n    pass", r"train.py:2 needs the values of a tensor .* integers"),
+        (COUNTED, r"train.py:6 reads a number that depends on the data, .* compute sizes from shapes"),
+        (TRAINING + "step()", r"the script ended in the step after the first one, which is not a typical one"),
+        (
+            UNUSED,
+            r"train.py:8 raised RuntimeError: parameters .* no gradient in the last step, .* find_unused_parameters",
+        ),
         ("import sys\nsys.exit(3)", r"train.py:2 ended the script with exit code 3 before the first optimizer step"),
         ("1 / 0", r"train.py:1 raised ZeroDivisionError: division by zero, before"),
         (
@@ -241,6 +402,11 @@ def test_steps_before_the_end_of_a_trace_stand(written, tmp_path):
 def test_a_script_that_can_do_without_a_file_continues(written):
     plan = predict(written(TRAINING + "try:\n    open('x', 'w')\nexcept OSError:\n    pass\n" + "step()\n" * 3))
     assert not plan.reason
+
+
+def test_numbers_that_are_only_counted_do_no_harm(written):
+    counted = TRAINING + "right = 0\nfor _ in range(3):\n    step()\n    right += int((model.weight > 0).sum())\n"
+    assert predict(written(counted + "    print(right / 16)\n")).method == "simulated"
 
 
 def test_a_prediction_is_cached_until_something_it_read_changes(written, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from folded import apply, error, fold, spec, start, status, step
 
 from labkit.analysis.metrics import pace, seconds_left
 from labkit.analysis.summary import summarise
+from labkit.plan.spec import Spec
 from labkit.record.documents import plain
 from labkit.record.folder import RunFolder
 from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT
@@ -38,6 +39,20 @@ def test_steps_of_two_ranks_in_any_order():
 
 def test_a_rank_that_has_not_spoken_holds_the_step_at_none():
     assert fold(spec(), step(0, 1), step(0, 2)).step == 0
+
+
+def test_ranks_of_a_script_that_serve_the_others_do_not_hold_the_step():
+    script = {"kind": "spec", "spec": Spec(script="train.py", nproc=3, device="cpu").to_json()}
+    events = [script, start(0), start(1), start(2), step(1, 1), step(2, 1), step(2, 2)]
+    state = fold(events)
+    assert state.step == 1 and not state.note
+    assert fold(events[:4]).step == 0 and fold(events[:2], events[4:]).step == 1
+    apply(state, status("finished"))
+    assert "rank 0 finished 0 steps, rank 1 finished 1 step, rank 2 finished 2 steps" in state.note
+    apply(state, {"kind": "saw", "t": 1.0, "rank": 1, "what": "restored", "step": 1})
+    assert "loaded an optimizer's state after step 1: steps that it repeats count again" in state.note
+    alike = fold(script, *(step(rank, number) for rank in range(3) for number in (1, 2)), status("finished"))
+    assert alike.step == 2 and not alike.note
 
 
 @pytest.mark.parametrize(

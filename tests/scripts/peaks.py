@@ -67,7 +67,7 @@ def main(script: str, folder: str) -> None:
         moment = (told.pop("moment") - phases[0][1]) / 1e9
         told["curve_begins"] = sums[0]
         told["curve_grown"] = [size for time, size in zip(found["times"], sums) if time <= moment][-1] - sums[0]
-        told["peak"], told["buckets"] = found["peak"], sum(map(memory._buckets, watch.models))
+        told["peak"], told["buckets"] = found["peak"], sum(map(memory._buckets, watch.memory._replicas()))
         Path(folder, f"peak{rank}.json").write_text(json.dumps(told))
         return found
 

@@ -1,5 +1,6 @@
 """What a script does with other processes, in a trace that has none: data loaders without workers, exchanges of Python
-objects, in which every rank has the same one, and groups of torch's fake backend."""
+objects, in which every rank has the same one, pipeline stages that must know the shapes of their inputs and outputs,
+and groups of torch's fake backend."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from labkit.prediction.tracing.guard import Refused
+from labkit.prediction.tracing.torch_private import GIVEN_SHAPES, NEEDS_SHAPES, STAGES_AGREE
 from labkit.prediction.tracing.world import replaced
 
 _OF_WORKERS = (
@@ -30,6 +32,8 @@ def works_alone() -> None:
         create(**{name: value for name, value in given.items() if name not in _OF_WORKERS})
 
     DataLoader.__init__ = init
+    if STAGES_AGREE.exists() and NEEDS_SHAPES.exists():
+        STAGES_AGREE.replace(_stages_know)
     torch.compile = lambda model=None, **_: (lambda function: function) if model is None else model
     replaced(
         (group, wraps(group)(lambda ranks=None, *_, **kwargs: group(ranks, **kwargs | {"backend": None}))),
@@ -40,6 +44,13 @@ def works_alone() -> None:
         (dist.send_object_list, _exchanged),
         (dist.recv_object_list, _exchanged),
     )
+
+
+def _stages_know(stage: Any, received_result: Any = None) -> torch.Tensor:
+    """What the stages of a pipeline agree on before their first step: that each was given its shapes."""
+    if NEEDS_SHAPES.get()(GIVEN_SHAPES.of(stage), True):
+        _exchanged()
+    return torch.tensor([1], dtype=torch.int32)
 
 
 def _gathered(objects: list[Any], one: Any, group: Any = None) -> None:

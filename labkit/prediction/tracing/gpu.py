@@ -1,4 +1,5 @@
-"""What a script says about GPUs, on a machine without one: every tensor is on the traced device instead."""
+"""What a script says about devices, on a machine without GPUs: every tensor is on the traced device instead, also if
+the script gives the CPU a number."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from labkit.prediction.tracing.torch_private import DEVICE_CONTEXT
+from labkit.prediction.tracing.torch_private import ALL_TRUE, DEVICE_CONTEXT, FAKE_TENSOR
 
 TRACED = torch.device("cpu")
 _SAME = (torch.Tensor.cuda, torch.Tensor.pin_memory)
@@ -21,27 +22,45 @@ _NOTHING = (
     *("manual_seed", "manual_seed_all", "seed", "seed_all"),
     *("reset_peak_memory_stats", "reset_max_memory_allocated", "set_per_process_memory_fraction"),
 )
+_ADDRESSED = 40  # bits of an offset in a storage
+_ASSUMED = dict.fromkeys((torch.isfinite, torch.Tensor.isfinite, ALL_TRUE.get()), True) | dict.fromkeys(
+    (torch.isnan, torch.isinf, torch.Tensor.isnan, torch.Tensor.isinf), False
+)
 _NUMBERS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 
 
 class OnTracedDevice(TorchFunctionMode):
-    """Replaces each GPU among the arguments of torch's functions."""
+    """Replaces each GPU, and each numbered CPU, among the arguments of torch's functions. Numbers of tensors without
+    data are finite, and parameters of distributions valid. `address` numbers the storages of tensors, which libraries
+    tell apart by their addresses.
+    """
+
+    def __init__(self, address: Callable[[torch.Tensor], int]):
+        super().__init__()
+        self._address = address
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SAME:
             return args[0]
+        if func is torch.Tensor.__format__ and not args[0].dim():
+            return format(args[0].item(), args[1])
+        if func is torch.Tensor.data_ptr and type(args[0]) is FAKE_TENSOR.get():
+            return (self._address(args[0]) << _ADDRESSED) + args[0].storage_offset() * args[0].element_size()
         if func is torch.device:
             return func(*args, **(kwargs or {}))
         named = {name: _here(value, name == "device") for name, value in (kwargs or {}).items()}
-        return func(*(_here(value, func is torch.Tensor.to) for value in args), **named)
+        result = func(*(_here(value, func is torch.Tensor.to) for value in args), **named)
+        if func in _ASSUMED and type(result) is FAKE_TENSOR.get():
+            return torch.full(result.shape, _ASSUMED[func], dtype=torch.bool)
+        return result
 
 
 def _here(value: Any, is_device: bool = False) -> Any:
-    """`value`, or the traced device if it names a GPU; an int does so where only devices are ints."""
+    """`value`, or the traced device if it names a GPU or a CPU; an int does so where only devices are ints."""
     if isinstance(value, torch.device):
-        return TRACED if value.type == "cuda" else value
+        return TRACED if value.type in ("cpu", "cuda") else value
     if isinstance(value, str):
-        return str(TRACED) if value == "cuda" or value.startswith("cuda:") else value
+        return str(TRACED) if value == "cuda" or value.startswith(("cpu:", "cuda:")) else value
     return TRACED if is_device and type(value) is int else value
 
 

@@ -1,4 +1,5 @@
-"""Refuses what a traced script must not do: write, rename or remove files, start processes, open connections.
+"""Refuses what a traced script must not do: write, rename or remove files, start processes, open connections. A folder
+that it creates is not created, and nothing is said: many scripts begin with one for their checkpoints.
 
 A refusal is a `PermissionError`, as on a disk that cannot be written, so that a library that can do without its cache
 continues. It comes from an audit hook of Python; C++ code that opens files itself is stopped by a limit of 0 bytes per
@@ -7,6 +8,7 @@ file, and `torch.save` is replaced.
 
 from __future__ import annotations
 
+import errno
 import multiprocessing.process
 import os
 import resource
@@ -20,7 +22,6 @@ import torch
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CHANGES = {  # audit event: what it does to the path that is its first argument
-    "os.mkdir": "creates the folder",
     "os.rmdir": "removes the folder",
     "os.remove": "removes",
     "os.rename": "renames",
@@ -63,6 +64,7 @@ class Refusals:
         multiprocessing.process.BaseProcess.start = _refusing(*_START)
         torch.multiprocessing.spawn = torch.multiprocessing.start_processes = _refusing(*_START)
         torch.save = _refusing("saves a file with torch.save")
+        os.mkdir = _does_not_create
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if not self.active:
@@ -72,10 +74,7 @@ class Refusals:
             if isinstance(path, (str, bytes)):
                 self._opens(os.fsdecode(path), flags or 0)
         elif event in _CHANGES:
-            path = args[0]
-            if event == "os.mkdir" and os.path.lexists(path):
-                return
-            raise Refused(f"{_CHANGES[event]} {_named(path)}")
+            raise Refused(f"{_CHANGES[event]} {_named(args[0])}")
         elif event in _LISTED and isinstance(args[0], (str, bytes)):
             self.read.add(os.path.abspath(os.fsdecode(args[0])))  # noqa: PTH100 without links
         elif event == "subprocess.Popen":
@@ -97,6 +96,11 @@ def _refusing(*reason: str) -> Callable[..., Any]:
         raise Refused(*reason)
 
     return refuse
+
+
+def _does_not_create(path: Any, *_: Any, **__: Any) -> None:
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
 
 def _named(path: Any) -> str:

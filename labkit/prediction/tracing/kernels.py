@@ -25,6 +25,7 @@ from labkit.probe.torch_private import EVENT_TYPE, KINETO_TREE
 MOST = 128 << 20
 _SCOPE = "labkit kernel "
 KNOWN: dict[str, int] = {}  # the bytes of kernels that other ranks have executed
+_WORKSPACES: dict[str, int] = {}  # by kernel
 
 tree_iter, tree_map_only = TREE_ITER.get(), TREE_MAP.get()
 
@@ -83,6 +84,16 @@ class Kernel:
     def arguments(self) -> tuple[Any, Any]:
         """Its arguments, with real tensors."""
         return tree_map_only(Meta, Meta.make, (self.args, self.kwargs))
+
+
+def workspace(kernel: Kernel) -> int:
+    """The bytes of the workspace that a layer of an LSTM leaves for its backward as its last result, of which torch's
+    fake tensors have none. Zeros are computed once to learn it."""
+    if kernel.key not in _WORKSPACES:
+        args, kwargs = kernel.arguments()
+        made = kernel.function(*args, **kwargs)[-1]
+        _WORKSPACES[kernel.key] = 0 if made is None else made.nbytes
+    return _WORKSPACES[kernel.key]
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
 """Traces one rank of a script of the user's own: runs it from its first line, without data in its tensors, until its
-third step, and reports the newest complete step.
+third step, and reports the newest complete step. For another second it looks for steps that send something else.
 
 Steps, phases and owners are those of the probe, whose hooks run here with the tape as their clock. What the script must
 not do is refused (`guard.py`), GPUs are replaced (`gpu.py`), and data loaders work without processes.
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import sysconfig
+import time
 import traceback
 import types
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from labkit.common.text import visible_line
+from labkit.common.units import size
 from labkit.prediction.tracing import world
 from labkit.prediction.tracing.alone import works_alone
 from labkit.prediction.tracing.gpu import OnTracedDevice, without_gpus
@@ -35,6 +37,9 @@ from labkit.probe.runner import code_of
 from labkit.probe.steps import StepWatch
 
 STEPS = 3  # the first typical one, whatever wraps the model
+LEAST = 2  # optimizers have their state in it
+_LATER, _MORE = 16, 2.0  # further steps, and seconds of CPU time for them, in which it may send other bytes
+_ALIKE = 0.02  # share of the bytes
 _HERE = Path(__file__).parents[2]
 _LIBRARIES = (
     *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -55,8 +60,9 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     `STEPS`, and `read`, the files that were read.
 
     `request` has `arguments` (a script, or `-m` and a module, and its arguments), `folder`, the working folder,
-    `environment`, `ranks`, their number, `gpus`, whether each of them has a GPU, and `limit` in seconds.
-    Raises `Untraceable`.
+    `environment`, `ranks`, their number, `gpus`, whether each of them has a GPU, `limit` in seconds, and `number`, what
+    the script reads from an integer without data. The result also has `number_read`, the line that read one first, or
+    an empty text. Raises `Untraceable`.
     """
     os.environ.clear()
     os.environ.update(request["environment"], CUDA_VISIBLE_DEVICES="")
@@ -66,6 +72,7 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     _without_streams()
     tape = Tape(request["gpus"])
     tape.keeps_kernels = tape.computes_numbers = True
+    tape.number = request["number"]
     world.join(rank, request["ranks"])
     works_alone()
     if request["gpus"]:
@@ -80,7 +87,7 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     signal.signal(signal.SIGALRM, _is_late)
     signal.alarm(request["limit"])
     try:
-        with FAKE_MODE.get()(allow_non_fake_inputs=True), OnTracedDevice(), tape:
+        with FAKE_MODE.get()(allow_non_fake_inputs=True), OnTracedDevice(tape.address), tape:
             _run(request["arguments"])
             watch.script_ends(0.0)
         ended, fix = "the script ended", "a trace needs one"
@@ -95,13 +102,16 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
         refusals.active = False
     if not steps.done:
         raise Untraceable(f"{ended} before the first optimizer step; {fix}")
+    if steps.done < LEAST:
+        raise Untraceable(f"{ended} in the step after the first one, which is not a typical one; {fix}")
     tape.keeps_kernels = False
-    early = f"the trace has {steps.done} of {STEPS} steps: {ended.rstrip(',')}" if ended else ""
+    early = steps.note if steps.done == STEPS else f"the trace has {steps.done} of {STEPS} steps: {ended.rstrip(',')}"
     read = refusals.read | {str(getattr(module, "__file__", "")) for module in [*sys.modules.values()]}
     own = sorted(
         path for path in read if path.startswith("/") and not path.startswith((*_LIBRARIES, "/proc/", "/dev/"))
     )
-    return steps.newest() | {"ended": early, "read": own}
+    number_read = _place(tape.first_read) if tape.first_read else ""
+    return steps.newest() | {"ended": early, "read": own, "number_read": number_read}
 
 
 class TapeClock(CpuClock):
@@ -119,7 +129,8 @@ class TapeClock(CpuClock):
 
 
 class Steps:
-    """Takes the place of the probe's sampler: keeps the record of each step, and ends the script after `STEPS`."""
+    """Takes the place of the probe's sampler: keeps the record of each step up to `STEPS`, and ends the script some
+    time after it. `note` tells which later step sends other bytes, in words."""
 
     profiles_memory = True
 
@@ -128,24 +139,45 @@ class Steps:
         self._tape, self._watch, self._on_gpu = tape, watch, on_gpu
         self._before: dict[int, tuple[str, int]] | None = {}
         self._newest: tuple[Any, ...] = ()
+        self.note = ""
+        self._later = 0
+        self._began = self._last = time.process_time()  # of the step, and the last one for later steps
         watch.use(TapeClock(tape))
 
     def step_ends(self, step: int, phases: list[tuple[str, int, int]], clock: Any) -> bool:
         """A step has ended; the next one begins."""
         owned, owners = self._owned()
-        if self._before is not None:
-            tape = self._tape
+        tape = self._tape
+        if self.done == STEPS:
+            self._compare(step)
+        elif self._before is not None:
             record = tape.allocations, tape.kernels, tape.calls, tape.flops, tape.work
             self._newest = record, phases, self._before, owned, owners
             self.done += 1
-        if self.done >= STEPS:
-            raise Ended
-        self._before = owned
+            if self.done == STEPS:
+                tape.keeps_kernels = tape.keeps_history = False
+                self._last = time.process_time() + _MORE
+                if time.process_time() - self._began > _MORE:
+                    raise Ended
+        self._before, self._began = owned, time.process_time()
         self._tape.restart()
         return True
 
+    def _compare(self, step: int) -> None:
+        """Step `step`, after those that may be reported, has ended."""
+        self._later += 1
+        (_, _, calls, *_), *_ = self._newest
+        reported, now = (sum(call.bytes for call in each) for each in (calls, self._tape.calls))
+        if self._before is not None and abs(now - reported) > _ALIKE * max(now, reported):
+            payload = f"collectives of {size(now)}, the one predicted of {size(reported)}"
+            self.note = f"its steps differ: step {step} has {payload}"
+        if self.note or self._later == _LATER or time.process_time() > self._last:
+            raise Ended
+
     def give_up(self) -> None:
         """An evaluation begins in this step, which does not count."""
+        if self.done == STEPS:
+            raise Ended
         self._before = None
 
     def newest(self) -> dict[str, Any]:
@@ -158,7 +190,7 @@ class Steps:
         """Owner and bytes by address of everything that outlives a step, and the bytes of each owner, as the probe
         counts them. On a GPU everything else that is allocated is `other`, as in the probe, except data sets."""
         census = TapeCensus(self._tape)
-        replicas = (part for model in self._watch.models for part in model.modules() if isinstance(part, Replica))
+        replicas = [replica for replica in Replica.live if not replica.gradient_as_bucket_view]
         buckets = census.add((buffer for replica in replicas for buffer in replica.buckets), "communication")
         owners = self._watch.memory.count(census)
         owners["communication"] += buckets
@@ -221,7 +253,7 @@ def _why(error: Exception) -> tuple[str, str]:
     if isinstance(error, (NO_VALUES.get(), NO_SHAPE.get())):
         return (
             f"{where} needs the values of a tensor ({error.func}), which has none in a trace,",
-            "compute this from shapes",
+            "decide and compute sizes by shapes, integers or numbers of Python",
         )
     message = visible_line(f"{type(error).__name__}: {error}").rstrip(".")
     refused = f", and it has refused a call that {Refused.newest}" if Refused.newest else ""

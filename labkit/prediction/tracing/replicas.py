@@ -1,29 +1,48 @@
 """Stand-ins for `DistributedDataParallel`, whose C++ reducer reads the memory of tensors, which fake tensors lack, and
 for `DataParallel`, which needs several devices.
 
-`Replica` has the reducer's buckets: one in the first step, and from the second step on those of
-torch's own function over the parameters in the order in which their gradients were ready (Li et
+`Replica` has the reducer's buckets: one in the first step, and from the second step on (the third, if the graph is
+static) those of torch's own function over the parameters in the order in which their gradients were ready (Li et
 al. 2020, sections 3.2 and 4.2). With `find_unused_parameters` they are those of the parameters in their order, from the
 end, for good, and a map of the used parameters is reduced, too. A bucket is reduced when all of its gradients are
-ready; after the last one, gradients are copied from the buckets. Buffers are broadcast before each forward in training.
+ready; those of unused parameters are as soon as the first gradient is. After the last one, gradients are copied from
+the buckets, unless they are views of them. The other ranks count as using the same parameters. Buffers are broadcast
+before a forward, if gradients were synchronized since the last one.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.func import functional_call
 
-from labkit.prediction.tracing.torch_private import BUCKETS, COALESCED, ENGINE, FIRST_BUCKET, FLAT, WITHOUT_MODES
+from labkit.prediction.tracing.guard import Refused
+from labkit.prediction.tracing.torch_private import (
+    BUCKETS,
+    COALESCED,
+    ENGINE,
+    FIND_TENSORS,
+    FIRST_BUCKET,
+    FLAT,
+    TREE_MAP,
+    WITHOUT_MODES,
+)
 
 _MIB = 1 << 20
 _DEFAULT = 25  # MiB
 _COALESCED = 10 * _MIB  # bytes that DataParallel sends at once
+_UNREADY = (
+    "parameters of a DistributedDataParallel model received no gradient in the last step, which ends a run in its next"
+    " step unless find_unused_parameters=True"
+)
 
 
 class _Bucket:
@@ -52,9 +71,11 @@ class _Bucket:
         return [part.view_as(one) for part, one in zip(self._buffer.split(sizes), self._parameters)]
 
 
-class Replica(torch.nn.Module):
+class Replica(torch.nn.Module, Joinable):
     """Wraps a module as `DistributedDataParallel` does, for the options that scripts use. `buckets` are the flat
-    buffers of all buckets."""
+    buffers of all buckets, `live` all replicas that exist."""
+
+    live: ClassVar[weakref.WeakSet[Replica]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -64,33 +85,55 @@ class Replica(torch.nn.Module):
         device_mesh: Any = None,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        mixed_precision: Any = None,
+        delay_all_reduce_named_params: Any = None,
         **_: Any,
     ):
-        super().__init__()
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
+        if mixed_precision is not None or delay_all_reduce_named_params is not None:
+            raise Refused(
+                "gives DistributedDataParallel an option that a trace does not know",
+                "it knows all but mixed_precision and delay_all_reduce_named_params",
+            )
+        self.live.add(self)
         self.module = module
-        self.group = process_group or (device_mesh.get_group() if device_mesh else dist.group.WORLD)
-        self.require_backward_grad_sync = True
-        self._broadcasts = broadcast_buffers
+        self.process_group = process_group or (device_mesh.get_group() if device_mesh else dist.group.WORLD)
+        self.device, self.device_ids = torch.device("cpu"), None
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.gradient_as_bucket_view, self.broadcast_buffers = gradient_as_bucket_view, broadcast_buffers
         first = FIRST_BUCKET.get() if bucket_cap_mb is None else bucket_cap_mb * _MIB
         self._limits = [int(first), int((bucket_cap_mb or _DEFAULT) * _MIB)]
-        self._rebuilt = self._finds_unused = find_unused_parameters
+        self._searches = find_unused_parameters and not static_graph
+        self._rebuilt_after = 0 if self._searches else 2 if static_graph else 1  # reductions
+        self._reductions = 0
         self._hook: Any = None
+        self._expects = False  # hooks of gradients do nothing until a forward that synchronizes
+        self._uses: Counter[torch.nn.Parameter] = Counter()  # in the first backward of a static graph
+        self._uses_left = self._uses.copy()
+        self._unused: list[torch.nn.Parameter] = []
         self._ready: list[torch.nn.Parameter] = []
-        parameters = [one for one in module.parameters() if one.requires_grad]
-        self._used = torch.zeros(len(parameters) if find_unused_parameters else 0, dtype=torch.int32)
-        self._build(parameters, self._limits if find_unused_parameters else [sys.maxsize])
-        for one in parameters:
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        named = module.named_parameters()
+        self._parameters_reduced = [one for name, one in named if one.requires_grad and name not in ignored]
+        is_mapped = find_unused_parameters or static_graph
+        self._used = torch.zeros(len(self._parameters_reduced) if is_mapped else 0, dtype=torch.int32)
+        self._build(self._parameters_reduced, self._limits if self._searches else [sys.maxsize])
+        for one in self._parameters_reduced:
             one.register_post_accumulate_grad_hook(self._gradient)
+
+    # ---- what wrappers of `DistributedDataParallel` call
 
     @property
     def reducer(self) -> Replica:
-        """Pipeline stages prepare the reducer before their last backward."""
+        """Pipeline stages and Lightning prepare the reducer before a backward."""
         return self
 
-    def prepare_for_backward(self, outputs: Any) -> None:
-        """A backward begins that synchronizes."""
-        self._left = [len(one) for one in self._buckets]
-        self._ready = []
+    def _rebuild_buckets(self) -> bool:
+        return False  # they have been rebuilt after the backward
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Reduces buckets with a hook from now on."""
@@ -105,15 +148,56 @@ class Replica(torch.nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True, **named: Any) -> Join:
+        """For ranks with different numbers of batches."""
+        return Join([self], enable, **named)
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """What a rank does after its last batch, which no step has."""
+        return JoinHook()
+
+    @property
+    def join_device(self) -> torch.device:
+        """The traced device."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group of the replicas."""
+        return self.process_group
+
+    # ---- a step
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+        Join.notify_join_context(self)
+        if self.require_forward_param_sync and self.broadcast_buffers:
             self._send_buffers()
-            self.prepare_for_backward(None)
-        return self.module(*args, **kwargs)
+        if self._join_config.enable:
+            dist.all_reduce(torch.ones(1), group=self.process_group, async_op=True)
+        output = self.module(*args, **kwargs)
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if self.require_forward_param_sync:
+            self.prepare_for_backward([*FIND_TENSORS.get()(output)])
+        if self._searches or (self.static_graph and not self._reductions):
+            return TREE_MAP.get()(torch.Tensor, _passed_on, output)
+        return output
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """A backward begins that synchronizes, of a loss that depends on `outputs`."""
+        if self._ready and any(self._left):
+            raise RuntimeError(_UNREADY)
+        self._left = [len(one) for one in self._buckets]
+        self._uses_left = self._uses.copy()
+        self._ready = []
+        self._expects = True
+        if self._searches and outputs:
+            used = _leaves(outputs)
+            self._unused = [one for one in self._parameters_reduced if one not in used]
 
     def _build(self, order: list[torch.nn.Parameter], limits: list[int], from_end: bool = True) -> None:
         self.buckets: list[torch.Tensor] = []  # freed first
+        self._views: dict[torch.nn.Parameter, torch.Tensor] = {}
         with WITHOUT_MODES.get()():  # C++ code reads only shapes and types
             shapes = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in order]
             parts, _ = BUCKETS.get()(shapes, limits, [False] * len(order))
@@ -122,49 +206,111 @@ class Replica(torch.nn.Module):
         self.buckets = [
             torch.empty(sum(one.numel() for one in bucket), dtype=bucket[0].dtype) for bucket in self._buckets
         ]
-        self.prepare_for_backward(None)
+        for bucket, buffer in zip(self._buckets, self.buckets):
+            for part, one in zip(buffer.split([each.numel() for each in bucket]), bucket):
+                self._views[one] = part.view_as(one)
+                if self.gradient_as_bucket_view and one.grad is not None:
+                    one.grad = self._views[one]
+        self._left, self._ready = [len(one) for one in self._buckets], []
 
     @torch.no_grad()
     def _gradient(self, parameter: torch.nn.Parameter) -> None:
-        if not self.require_backward_grad_sync:
+        if not self._expects:
             return
+        if self.static_graph and not self._reductions:
+            if not self._uses:
+                ENGINE.get().queue_callback(self._reduce_all)
+            self._uses[parameter] += 1
+            return
+        self._uses_left[parameter] -= 1
+        if self._uses_left[parameter] > 0:
+            return
+        if not self._ready:
+            for one in self._unused:
+                self._is_ready(one)
+        self._is_ready(parameter)
+
+    def _is_ready(self, parameter: torch.nn.Parameter) -> None:
         self._ready.append(parameter)
+        view = self._views[parameter]
+        if self.gradient_as_bucket_view and parameter.grad is not None and parameter.grad is not view:
+            view.copy_(parameter.grad)
+            parameter.grad = view
         number = self._place[parameter]
         self._left[number] -= 1
         if not self._left[number]:
             self._reduce(number)
         if not any(self._left):
-            if self._finds_unused:
-                dist.all_reduce(self._used, group=self.group, async_op=True)
+            if self._searches:
+                dist.all_reduce(self._used, group=self.process_group, async_op=True)
             ENGINE.get().queue_callback(self._finish)
+
+    @torch.no_grad()
+    def _reduce_all(self) -> None:
+        """The first backward of a static graph has ended."""
+        dist.all_reduce(self._used, group=self.process_group, async_op=True)
+        self._unused = [one for one in self._parameters_reduced if not self._uses[one]]
+        for number in range(len(self._buckets)):
+            self._reduce(number)
+        self._finish()
 
     def _reduce(self, number: int) -> None:
         bucket, buffer = self._buckets[number], self.buckets[number]
-        for part, one in zip(buffer.split([each.numel() for each in bucket]), bucket):
-            part.view_as(one).copy_(one.grad)
+        for one in bucket:
+            view = self._views[one]
+            if one.grad is None:
+                view.zero_()
+            elif one.grad is not view:
+                view.copy_(one.grad)
         if self._hook is None:
-            dist.all_reduce(buffer, group=self.group, async_op=True)
+            dist.all_reduce(buffer, group=self.process_group, async_op=True)
         else:
             self._hook(_Bucket(number, number == len(self._buckets) - 1, buffer, [*bucket])).wait()
 
     @torch.no_grad()
     def _finish(self) -> None:
-        for bucket, buffer in zip(self._buckets, self.buckets):
-            for part, one in zip(buffer.split([each.numel() for each in bucket]), bucket):
-                one.grad.copy_(part.view_as(one))
-        if not self._rebuilt:
-            self._rebuilt = True
-            self._build(self._ready, self._limits, from_end=False)
+        for one, view in self._views.items():
+            if one.grad is None:
+                continue  # the parameter is unused, also by the other ranks
+            if self.gradient_as_bucket_view:
+                one.grad = view
+            else:
+                one.grad.copy_(view)
+        self._expects = False
+        self._reductions += 1
+        if self._reductions == self._rebuilt_after:
+            unused = {*self._unused}
+            used = [one for one in self._ready if one not in unused]
+            self._build([*used, *self._unused], self._limits, from_end=False)
 
     @torch.no_grad()
     def _send_buffers(self) -> None:
-        buffers = [*self.module.buffers()] if self._broadcasts else []
+        buffers = [*self.module.buffers()]
         for kind in dict.fromkeys(one.dtype for one in buffers):
             alike = [one for one in buffers if one.dtype == kind]
             flat = torch.cat([one.flatten() for one in alike])
-            dist.broadcast(flat, 0, group=self.group)
+            dist.broadcast(flat, 0, group=self.process_group)
             for part, one in zip(flat.split([each.numel() for each in alike]), alike):
                 one.copy_(part.view_as(one))
+
+
+def _passed_on(tensor: torch.Tensor) -> torch.Tensor:
+    """An output, of which DDP makes a copy if it must see the beginning of backward."""
+    return tensor if tensor.grad_fn is None else tensor.clone()
+
+
+def _leaves(outputs: Sequence[torch.Tensor]) -> set[torch.Tensor]:
+    """The leaves that some outputs depend on."""
+    nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen, found = set(nodes), set(outputs)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            found.add(node.variable)
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        nodes += following
+    return found
 
 
 class FirstDevice(torch.nn.Module):

@@ -9,6 +9,7 @@ it until Python or C++ releases its last reference, or until it is resized (FSDP
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -21,12 +22,13 @@ import torch.distributed as dist
 
 from labkit.prediction.tracing.allocator import WORKSPACE, Change
 from labkit.prediction.tracing.flops import Flops
-from labkit.prediction.tracing.kernels import Kernel
+from labkit.prediction.tracing.kernels import Kernel, workspace
 from labkit.prediction.tracing.torch_private import (
     DISPATCH_MODE,
     FAKE_TENSOR,
     GRAPH_TASK,
     GROUP_OF,
+    NO_VALUES,
     READ_NUMBER,
     SCHEMA,
     TREE_ITER,
@@ -42,12 +44,14 @@ tree_iter = TREE_ITER.get()
 _READS, _WAIT = READ_NUMBER.get(), WAIT.get()
 _DEVICE, _FAKE = torch.ops.prim.device.default, FAKE_TENSOR.get()
 _COLLECTIVES = "c10d::", "_c10d_functional::"
+_COPIED = "all_gather", "reduce_scatter"  # by gloo, which works on a copy of the whole tensor
 _EQUAL = torch.ops.aten.equal.default
 _NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _BY_CUBLAS = (
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::mv", "aten::addmv", "aten::dot"),
     *("aten::convolution", "aten::convolution_backward"),
 )
+_LSTM = "aten::mkldnn_rnn_layer"
 _NO_TASK = -1
 _OF_HOST = "aten::lift_fresh.default"  # of torch.tensor
 _INDICES = ("aten::randint", "aten::randperm", "aten::arange")
@@ -101,10 +105,12 @@ class Tape(DISPATCH_MODE.get()):
     `work` are recorded if `keeps_kernels` is set; `on_gpu` is as for `Work`. Integers are computed if
     `computes_numbers` is set, because scripts read positions in their data from them; all other tensors have no data.
 
-    `history`, in the form of `allocator.peaks`, has everything since the first `restart`, except `elsewhere`, the
-    addresses of tensors in host memory. On a GPU, the two threads that compute products, the script's and that of
-    backward, each keep a workspace of cuBLAS from their first product on; numbers that optimizers count with are on the
-    host.
+    A script that reads an integer without data gets `number`; `first_read` is where it was first, if it was.
+
+    `history`, in the form of `allocator.peaks`, has everything since the first `restart` while `keeps_history` is set,
+    except `elsewhere`, the addresses of tensors in host memory. On a GPU, the two threads that compute products, the
+    script's and that of backward, each keep a workspace of cuBLAS from their first product on; numbers that optimizers
+    count with are on the host.
     """
 
     def __init__(self, on_gpu: bool = False) -> None:
@@ -112,6 +118,9 @@ class Tape(DISPATCH_MODE.get()):
         self.time = 0
         self.work = Work(on_gpu)
         self.keeps_kernels = self.computes_numbers = False
+        self.keeps_history = True
+        self.number = 1
+        self.first_read: traceback.StackSummary | None = None
         self.allocations: list[Allocation] = []
         self.calls: list[Call] = []
         self.flops = Flops()
@@ -132,15 +141,12 @@ class Tape(DISPATCH_MODE.get()):
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented  # DTensor comes first, and calls the operation on its local tensors
         computes = self.computes_numbers and _has_numbers(func, args, kwargs or {})
-        if func is _READS and not computes:
-            return _value(args[0])
-        if func is _EQUAL and not computes:
-            return True
+        if func in (_READS, _EQUAL) and not computes:
+            return self._read(func, args[0])
         if func is _WAIT:
             self.work.wait(self._known(args[0]))
             return args[0]  # the fake kernel would return a copy
-        with WITHOUT_MODES.get()() if computes else nullcontext():
-            result = func(*args, **(kwargs or {}))
+        result = _executed(func, args, kwargs or {}, computes)
         self.time += OPERATION
         flops = self.flops.add(func, args, kwargs or {}, result)
         if self.keeps_kernels and (kernel := Kernel.of(func, args, kwargs, result)):
@@ -149,6 +155,8 @@ class Tape(DISPATCH_MODE.get()):
         call = called(func, args) if name.startswith(_COLLECTIVES) else None
         if call:
             self.calls.append(call)
+            if not self.work.on_gpu and call.op in _COPIED:
+                self.needs(self.time, call.bytes, (name,))
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self.address(tensor, name)
@@ -164,6 +172,18 @@ class Tape(DISPATCH_MODE.get()):
                 self.work.operation(self.time, func, flops, read, written)
         self.time += 1  # what is released from now on was allocated together with the result
         return result
+
+    def _read(self, func: Any, tensor: torch.Tensor) -> Any:
+        """What a script reads from a tensor without data. Raises the error of torch for a bool that is not known: it
+        decides what the script does next."""
+        if func is _EQUAL:
+            return True
+        if self.computes_numbers and tensor.dtype == torch.bool and getattr(tensor, "constant", None) is None:
+            raise NO_VALUES.get()(func)
+        value = _value(tensor, self.number)
+        if self.first_read is None and value == self.number and not tensor.dtype.is_floating_point:
+            self.first_read = traceback.extract_stack()
+        return value
 
     def restart(self) -> None:
         """Begins a new record."""
@@ -184,10 +204,10 @@ class Tape(DISPATCH_MODE.get()):
             self._workspaces.add(thread)
             self._history.append((thread, WORKSPACE, 0))
 
-    def needs(self, time: int, size: int) -> None:
+    def needs(self, time: int, size: int, inside: tuple[str, ...] = ()) -> None:
         """The operation at a time on the tape allocates and releases `size` more bytes."""
         self._last += 1
-        self.allocations += Allocation(time, self._last, size), Allocation(time + 1, self._last, -size)
+        self.allocations += Allocation(time, self._last, size, inside), Allocation(time + 1, self._last, -size)
 
     def mark(self) -> int:
         """A time after everything so far, and before everything that follows."""
@@ -236,7 +256,7 @@ class Tape(DISPATCH_MODE.get()):
         inside = (*([name] if name else []), *reversed(self.scopes))
         changes = [change for change in (-before, size) if change]
         self.allocations += [Allocation(self.time, address, change, inside) for change in changes]
-        if self._has_begun:
+        if self._has_begun and self.keeps_history:
             self._history += [(address, change, self.work.stream) for change in changes]
 
 
@@ -255,9 +275,20 @@ def _has_numbers(func: Any, args: Any, kwargs: Any) -> bool:
     return SCHEMA.of(func).name.startswith(_INDICES) or kwargs.get("dtype") in _NUMBERS
 
 
-def _value(tensor: torch.Tensor) -> Any:
+def _executed(func: Any, args: Any, kwargs: Any, computes: bool) -> Any:
+    """The result of an operation, with data if it `computes` numbers."""
+    with WITHOUT_MODES.get()() if computes else nullcontext():
+        result = func(*args, **kwargs)
+    if SCHEMA.of(func).name == _LSTM and (kernel := Kernel.of(func, args, kwargs, result)):
+        with WITHOUT_MODES.get()():
+            size = workspace(kernel)
+        result = (*result[:-1], result[-1].new_empty(size))
+    return result
+
+
+def _value(tensor: torch.Tensor, number: int) -> Any:
     """What a script reads from a tensor without data: a constant of the script has its value, no flag is set (overflow,
-    not finite), and other numbers are 1, which can be a divisor."""
+    not finite), an integer is `number`, and other numbers are 1, which can be a divisor."""
     constant = getattr(tensor, "constant", None)
     if constant is not None:
         with WITHOUT_MODES.get()():
@@ -265,7 +296,7 @@ def _value(tensor: torch.Tensor) -> Any:
     kind = tensor.dtype
     if kind in (torch.bool, torch.uint8):
         return False
-    return 1.0 if kind.is_floating_point else 1
+    return 1.0 if kind.is_floating_point else number
 
 
 class TapeCensus(Census):

@@ -27,6 +27,7 @@ TREE_MAP = Private(f"{_TREE}.tree_map_only", _PART)
 READ_NUMBER = Private(f"{_OPS}.aten._local_scalar_dense.default", _PART)
 MODULE_APPLY = Private("torch.nn.Module._apply", _PART)
 GRAPH_TASK = Private("torch._C._current_graph_task_id", _PART)
+ALL_TRUE = Private("torch._is_all_true", _PART)
 ENGINE = Private("torch.autograd.Variable._execution_engine", _PART)
 FOREACH = Private("torch.optim.optimizer._default_to_fused_or_foreach", _PART)
 SCALER_STEP = Private("torch.amp.GradScaler._maybe_opt_step", _PART)
@@ -39,6 +40,7 @@ GROUP_OF = Private(f"{_GROUPS}._resolve_process_group", _PART)
 WAIT = Private(f"{_OPS}._c10d_functional.wait_tensor.default", _PART)
 BUCKETS = Private("torch.distributed._compute_bucket_assignment_by_size", _PART)
 FIRST_BUCKET = Private("torch.distributed._DEFAULT_FIRST_BUCKET_BYTES", _PART)
+FIND_TENSORS = Private("torch.nn.parallel.distributed._find_tensors", _PART)
 
 COALESCED = Private("torch._utils._take_tensors", _PART)
 FLAT = Private("torch._utils._flatten_dense_tensors", _PART)
@@ -54,10 +56,15 @@ GLOBAL_SHAPES = Private(
 STRIDED_SIZES = Private("torch.distributed.tensor.placement_types._StridedShard.local_shard_size_and_offset", _PART)
 CHUNKS = Private("torch.distributed.fsdp._fully_shard._fsdp_common._chunk_with_empty", _PART)
 
+# ---- how pipeline stages learn whether all of them know the shapes of their inputs and outputs
+STAGES_AGREE = Private("torch.distributed.pipelining.stage.PipelineStage._warmup_backward_result", _PART)
+NEEDS_SHAPES = Private("torch.distributed.pipelining.stage.InferenceMode.needs_dynamic", _PART)
+GIVEN_SHAPES = Private("torch.distributed.pipelining.stage.PipelineStage._user_meta", _PART)  # of an instance
+
 # ---- whether a tensor has memory, by its address
 IS_ALLOCATED = Private("torch.distributed.utils._data_ptr_allocated", _PART)
 
-OPTIONAL = GLOBAL_SHAPES, STRIDED_SIZES, CHUNKS, IS_ALLOCATED
+OPTIONAL = GLOBAL_SHAPES, STRIDED_SIZES, CHUNKS, STAGES_AGREE, NEEDS_SHAPES, IS_ALLOCATED
 
 
 def check() -> None:
