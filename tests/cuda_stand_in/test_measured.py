@@ -27,7 +27,8 @@ OPTIONS = {"diloco": {"sync_every": 3}, "cp": {"method": "ring"}}  # the step th
 # of its start, and two fills; the eight operations of AdamW on all parameters at once.
 UNITS = {"forward": 3 * 4 + 2, "backward": 5 * 4 + 2 + 3 + 2 + 2, "optimizer": 8}
 PEAK = 0.02  # of the allocator's
-END = 0.1  # of what is allocated at the end of a profiled step: what NCCL's own thread frees is not seen
+COUNTED = 0.001  # of the allocator's bytes between two steps: losses that were not read yet come and go
+END = 0.01  # of what is allocated at the end of a profiled step: what NCCL's own thread frees is not seen
 # DiLoCo's peak is in later synchronizations, when the outer optimizer has state; the plan has the first one.
 # FSDP1 gives back what it gathered when the other stream has used it: a matter of timing, of up to one block.
 PEAK_OF = {"diloco": 0.1, "fsdp": 0.035}
@@ -65,11 +66,11 @@ def test_traffic_and_memory_are_those_of_the_plan_and_of_the_allocator(strategy,
         assert abs(one.error) <= PEAK_OF.get(strategy, PEAK)
     for rank in state.ranks.values():
         owners = {owner: size for owner, size in rank.owners.items() if owner != "activations"}
-        assert sum(owners.values()) == rank.steps.memory["allocated"][len(rank.steps) - 1]
         profiled = rank.memory_step
+        allocated = rank.steps.memory["allocated"][profiled.step - 1]  # the step in which owners are counted last
+        assert sum(owners.values()) == pytest.approx(allocated, rel=COUNTED), owners
         within = {owner: sizes[-1] for owner, sizes in profiled.owners.items()}
-        then = rank.steps.memory["allocated"][profiled.step - 1]
-        assert sum(within.values()) == pytest.approx(then, rel=END), within
+        assert sum(within.values()) == pytest.approx(allocated, rel=END), within
         assert profiled.peak <= rank.peak_memory * (1 + PEAK)
 
 
