@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
+from conftest import warm_run
 
 from cuda_stand_in.machines import settings
 from labkit.analysis.ledger import ledger
@@ -19,6 +20,8 @@ from labkit.prediction.predict import predict
 from labkit.training.strategies import STRATEGIES
 
 KERNEL = 300e-6
+OVERLAP = Path(__file__).parent / "scripts" / "overlap.py"
+PRODUCTS, COPY, REDUCED = 20 * 4 * KERNEL, (64 << 20) / 12e9, 64 * 64 * 4  # seconds, seconds, bytes
 CLOSE = 0.05  # of a phase that is known
 WORKLOADS = {"ep": "moe", "cp": "gpt"}  # of the others: mlp
 RANKS = {"single": 1, "fsdp2_tp": 4, "pp_ddp": 4, "pp_fsdp2_tp": 8}  # of the others: 2
@@ -99,3 +102,19 @@ def test_collectives_on_the_timeline_have_their_bytes_and_exposed_is_what_no_ker
         assert 0 <= sum(timeline.exposed.values()) <= sent
         computing = sum(end - start for start, end in timeline.busy)
         assert computing <= timeline.seconds
+
+
+def test_a_timeline_shows_what_a_script_overlaps(on_machine):
+    """Products of matrices and a copy that begin together, within an all-reduce; then both one after the other."""
+    on_machine("t4x2", kernel_us=KERNEL * 1e6)
+    run = warm_run(OVERLAP, nproc=2, device="cuda")
+    assert run.state.status.state == "finished", run.logs(0, "stderr")
+    timeline = run.state.ranks[0].timeline
+    around = next(call for call in timeline.comm if call.bytes == REDUCED)
+    (covered,) = ((start, end) for start, end in timeline.busy if around.start < start and end < around.end)
+    assert covered[1] - covered[0] == pytest.approx(PRODUCTS, rel=CLOSE)
+    after = [end - start for start, end in timeline.busy if start >= around.end]
+    assert max(after) == pytest.approx(PRODUCTS + COPY, rel=CLOSE)
+    alone = around.end - around.start - PRODUCTS
+    of_gloo = max(call.end for call in timeline.comm) - around.end  # with which the ranks meet; nearly nothing
+    assert -CLOSE * PRODUCTS < sum(timeline.exposed.values()) - alone < CLOSE * PRODUCTS + of_gloo
