@@ -14,6 +14,7 @@ from labkit.analysis.diagnose import findings
 HEAD = """
 import os, time, torch, torch.distributed as dist
 from datetime import timedelta
+os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # NCCL's watchdog waits four times as long
 rank = int(os.environ["RANK"])
 device = torch.device("cuda", rank)
 torch.cuda.set_device(device)
