@@ -31,7 +31,9 @@ OPTIONS = {"diloco": {"sync_every": 3}, "cp": {"method": "ring"}}  # the step th
 UNITS = {"forward": 3 * 4 + 2, "backward": 5 * 4 + 2 + 3 + 2 + 2, "optimizer": 8}
 PEAK = 0.02  # of the allocator's
 COUNTED = 0.001  # of the allocator's bytes between two steps: losses that were not read yet come and go
-END = 0.01  # of what is allocated at the end of a profiled step: what NCCL's own thread frees is not seen
+# DDP replaces its first buckets in the second step. NCCL's own thread holds them until its next look, which raises the
+# peak, and frees them, which no profile shows: both are a matter of timing.
+END = 0.01  # of what is allocated at the end of a profiled step
 # DiLoCo's peak is in later synchronizations, when the outer optimizer has state; the plan has the first one.
 # FSDP1 gives back what it gathered when the other stream has used it: a matter of timing, of up to one block.
 PEAK_OF = {"diloco": 0.1, "fsdp": 0.035}
@@ -66,14 +68,17 @@ def test_traffic_and_memory_are_those_of_the_plan_and_of_the_allocator(strategy,
     assert all(entry.reason or entry.measured == pytest.approx(entry.theory, rel=0.01) for entry in ledger(state))
     assert len(outcomes(state)) == len(plan.ranks)
     for one in outcomes(state):
-        assert abs(one.error) <= PEAK_OF.get(strategy, PEAK)
+        limit = PEAK_OF.get(strategy, PEAK) * one.peak_predicted
+        replaced = state.ranks[one.rank].owners["communication"]  # the size of DDP's first buckets
+        assert -limit <= one.peak_measured - one.peak_predicted <= limit + replaced
     for rank in state.ranks.values():
         owners = {owner: size for owner, size in rank.owners.items() if owner != "activations"}
         profiled = rank.memory_step
         allocated = rank.steps.memory["allocated"][profiled.step - 1]  # the step in which owners are counted last
         assert sum(owners.values()) == pytest.approx(allocated, rel=COUNTED), owners
         within = {owner: sizes[-1] for owner, sizes in profiled.owners.items()}
-        assert sum(within.values()) == pytest.approx(allocated, rel=END), within
+        replaced = rank.owners["communication"]
+        assert -END * allocated <= sum(within.values()) - allocated <= END * allocated + replaced, within
         assert profiled.peak <= rank.peak_memory * (1 + PEAK)
 
 
