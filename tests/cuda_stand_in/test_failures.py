@@ -15,6 +15,7 @@ HEAD = """
 import os, time, torch, torch.distributed as dist
 from datetime import timedelta
 os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # NCCL's watchdog waits four times as long
+os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # to a file in the cache of the user
 rank = int(os.environ["RANK"])
 device = torch.device("cuda", rank)
 torch.cuda.set_device(device)
