@@ -244,8 +244,8 @@ def started_warm(what: object, root: Path | None = None, **fields: Any) -> Run:
             server_for_this_process()
         started = Run(start_run(settle(what, **fields), root=root))
     if sys.platform == "linux" and not os.environ.get(client.FORCE_COLD):
-        plan = json.loads(started.folder.launch.read_text(encoding="utf-8"))
-        assert plan["start"] == "warm", plan["cold_because"]
+        plan = started.folder.read_launch()
+        assert plan.start == "warm", plan.cold_because
     return started
 
 

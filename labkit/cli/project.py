@@ -133,15 +133,16 @@ def test(args: argparse.Namespace) -> int:
 
 
 def _on_stand_in(arguments: list[str]) -> list[str]:
-    """The command that runs pytest on two T4s that need no GPU; by default all tests of that folder, and with
-    --coverage a table of the statements that only CUDA reaches."""
+    """The command that runs pytest on two T4s that need no GPU, two files at a time; by default all tests of that
+    folder, and with --coverage a table of the statements that only CUDA reaches."""
     tests = CLONE / "tests"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tests), str(CLONE), os.environ.get("PYTHONPATH")]))
     if not any(argument.startswith("tests/") for argument in arguments):
         arguments = [str(tests / "cuda_stand_in"), *arguments]
     covered = [str(tests / "cuda_stand_in" / "covered.py")] if "--coverage" in arguments else []
     arguments = [argument for argument in arguments if argument != "--coverage"]
-    return [sys.executable, "-m", "cuda_stand_in", "t4x2", *covered, "-m", "pytest", *arguments]
+    pytest = ("-m", "pytest", "-n", "2", "--dist", "loadfile")
+    return [sys.executable, "-m", "cuda_stand_in", "t4x2", *covered, *pytest, *arguments]
 
 
 def _ensure(what: str, programs: Sequence[str], *packages: str) -> None:

@@ -156,9 +156,14 @@ def _too_many_samples(spec: Spec, machine: Machine) -> str | None:
 
 
 def default_precision(spec: Spec, gpus: Sequence[Gpu]) -> str:
-    """fp16 for GPUs with tensor cores for fp16 but not for bf16, such as a T4; otherwise fp32."""
-    old = spec.device == "cuda" and any((7, 0) <= gpu.capability < (8, 0) for gpu in gpus)
-    return "fp16" if old and "fp16" not in spec.strategy_row.lacks else "fp32"
+    """fp16 for GPUs with tensor cores for fp16 but not for bf16, such as a T4, if the strategy can train in it with
+    these options; otherwise fp32."""
+    if spec.device != "cuda" or not any((7, 0) <= gpu.capability < (8, 0) for gpu in gpus):
+        return "fp32"
+    try:
+        return replace(spec, precision="fp16").precision
+    except SpecError:
+        return "fp32"
 
 
 def _count(number: int, thing: str) -> str:

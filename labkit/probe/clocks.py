@@ -132,3 +132,9 @@ def likely_device() -> torch.device:
     if torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def computes_on(parameter: torch.Tensor) -> torch.device:
+    """The device that computes with a parameter: its own, or that of the mesh whose shards are offloaded to the CPU."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return likely_device() if mesh is not None and mesh.device_type != parameter.device.type else parameter.device

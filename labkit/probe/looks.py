@@ -251,7 +251,8 @@ class Looks:
             return
         while self._late and (wait or self._late[0][0].query()):
             over, host, arrived = self._late.pop(0)
-            over.synchronize()
+            if wait:
+                over.synchronize()
             arrived(host.tolist())
 
     # ---- what is looked at

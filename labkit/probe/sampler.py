@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import os
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +42,6 @@ _LOOKS = 5  # consecutive checks, 1 ms apart, in which all threads sleep: a thre
 _MOMENT = 0.02  # seconds to wait if the state of threads is unknown
 _APART = 50_000  # maximum ns between two readings of one moment; more means an interruption
 _TRIES = 20
-_BLOCK = 512  # bytes to which torch's allocator rounds up
 
 
 def moment(clock: CpuClock | CudaClock) -> tuple[run_clock.SystemMoment, Any]:
@@ -108,78 +105,27 @@ def rows_of(results: Any) -> Iterator[Row]:
             yield Row(event.name(), start, start + duration, event.start_thread_id(), event.device_type() == cuda)
 
 
-def allocations_of(
-    results: Any, device: torch.device, before: Collection[int], after: Mapping[int, int]
-) -> list[Allocation]:
-    """The profiler's allocations on a device, in no order. `before` are known addresses that were allocated when it
-    began, `after` has the bytes by address of those at its end."""
-    allocation, found = EVENT_TYPE.get().Allocation, []
+def allocations_of(results: Any, device: torch.device) -> list[Allocation]:
+    """The profiler's allocations on a device, in no order."""
+    kinds, found = EVENT_TYPE.get(), []
     rest = list(KINETO_TREE.of(results)())
     while rest:
         event = rest.pop()
         rest.extend(event.children)
-        if event.tag == allocation and _is_same(event.extra_fields.device, device):
+        if event.tag == kinds.Allocation and _is_same(event.extra_fields.device, device):
             inside, around = [], event.parent
             while around is not None:
-                inside.append(around.name)
+                if around.tag == kinds.TorchOp:  # else a span of the GPU, in which this was called by chance
+                    inside.append(around.name)
                 around = around.parent
             if OF_PROBE not in inside:
                 fields = event.extra_fields
                 found.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size, tuple(inside)))
-    if device.type == "cuda":
-        found += outside(found, _changes(results, device.index), before, after)
     return found
 
 
 def _is_same(one: torch.device, device: torch.device) -> bool:
     return one.type == device.type and (device.type == "cpu" or one.index == device.index)
-
-
-def _changes(results: Any, gpu: int) -> Iterator[tuple[int, int]]:
-    """Time and bytes of every allocation (negative: release) of the memory of a GPU, without addresses."""
-    cuda = torch.autograd.DeviceType.CUDA
-    for event in KINETO_EVENTS.of(results)():
-        if event.name() == "[memory]" and event.device_type() == cuda and event.device_index() == gpu:
-            yield event.start_ns(), event.nbytes()
-
-
-def outside(
-    found: Sequence[Allocation],
-    changes: Iterable[tuple[int, int]],
-    before: Collection[int],
-    after: Mapping[int, int],
-) -> list[Allocation]:
-    """What happened outside of any operation: torch leaves allocations and releases of GPU memory there out of its tree
-    of events, and otherwise reports no addresses.
-
-    What is allocated there has an address of `after` whose allocation is not known, if its size fits, and else a
-    negative one. What is released is the newest block of its size of which no release is known, and which is not in
-    `after`.
-    """
-    ordered = sorted(found, key=lambda one: one.time)
-    missing = Counter(changes) - Counter((one.time, one.size) for one in ordered)
-    later: dict[int, Allocation] = {}  # by address, what happens next
-    unknown: list[tuple[int, int, int, float]] = []  # time, address and bytes of blocks, and when it is used again
-    for one in reversed(ordered):
-        following = later.get(one.address)
-        if one.size > 0 and (following.size > 0 if following else one.address not in after):
-            unknown.append((one.time, one.address, one.size, following.time if following else math.inf))
-        later[one.address] = one
-    newest = {one.address: one.size for one in ordered}  # negative: the address is free, as far as it is known
-    made = [address for address in after if newest.get(address, 0 if address in before else -1) < 0]
-    added: list[Allocation] = []
-    for moment, size in sorted(missing.elements()):
-        fitting = [one for one in unknown if one[2] == -size and one[0] < moment <= one[3]]
-        if size > 0 and (address := next((one for one in made if 0 <= size - after[one] < _BLOCK), None)) is not None:
-            made.remove(address)
-            added.append(Allocation(moment, address, size))
-        elif size > 0:
-            added.append(Allocation(moment, -1 - len(added), size))
-            unknown.append((moment, added[-1].address, size, math.inf))
-        elif fitting:  # else the block is from before the profile
-            unknown.remove(max(fitting))
-            added.append(Allocation(moment, max(fitting)[1], size))
-    return added
 
 
 class LogLevel:
@@ -212,6 +158,9 @@ _EARLY = 8  # a typical step that is profiled even in a short run
 _LOOK = 0.2  # seconds between two polls for a request
 _ON_LINUX = sys.platform == "linux"
 _ZERO_GRAD = "Optimizer.zero_grad#"
+# torch takes a span of the GPU, such as that of a collective, for an operation of the main thread, and backward's
+# operations for parts of it. If it is in no operation of the CPU, torch's tree of events has neither it nor them.
+_AROUND = "profiled step"
 
 
 class StepSampler:
@@ -232,6 +181,7 @@ class StepSampler:
         self._script_profiles: Callable[[], bool] = PROFILER_ENABLED.get()
         self._curves = Guard(journal, "memory curves")
         self._profiler: Any = None
+        self._around: Any = None  # the operation in which a profiled step is, see _AROUND
         self._off = self._starting = self._with_memory = self._with_snapshot = False
         self._seen, self._next_look, self._asked = 0, 0.0, 0
         self._begun: tuple[run_clock.SystemMoment, Any] = run_clock.SystemMoment.now(), None  # and its mark
@@ -334,7 +284,7 @@ class StepSampler:
     # ---- profiling
 
     def _start(self, clock: CpuClock | CudaClock) -> None:
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import ProfilerActivity, profile, record_function
 
         on_gpu = clock.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -352,6 +302,9 @@ class StepSampler:
         try:
             self._profiler = profile(activities=activities, profile_memory=self._with_memory)
             self._profiler.start()
+            if self._with_memory:
+                self._around = record_function(_AROUND)
+                self._around.__enter__()
         finally:
             self._starting = False
         self._begun = moment(clock)
@@ -378,10 +331,8 @@ class StepSampler:
         rows = list(rows_of(results))
         allocations, after = None, dict[int, str]()
         if self._with_memory:
-            held = self._memory.held()[0]
-            after = {address: owner for address, (owner, _) in held.items()}
-            sizes = {address: size for address, (_, size) in held.items()}
-            allocations = self._curves(allocations_of, results, clock.device, self._held[0], sizes)
+            after = {address: owner for address, (owner, _) in self._memory.held()[0].items()}
+            allocations = self._curves(allocations_of, results, clock.device)
         del results  # now: kineto crashes if the garbage collector frees an old result during a new profile
         recorded = self._traffic.operations_since(spans[0][1]) if self._traffic else []
         t0 = {"t0": begun.seconds(spans[0][1])}
@@ -396,6 +347,9 @@ class StepSampler:
     def _stop(self) -> Any:
         """Ends the profile and returns kineto's results."""
         profiler, self._profiler = self._profiler, None
+        if self._around is not None:
+            self._around.__exit__(None, None, None)
+            self._around = None
         wait_for_other_threads()
         profiler.stop()
         self._ended += 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from labkit.probe.clocks import CpuClock, CudaClock, clock_for, likely_device
+from labkit.probe.clocks import CpuClock, CudaClock, clock_for, computes_on, likely_device
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.looks import Looks
 from labkit.probe.losses import Edge, Loss, LossWatch, Share, share_of
@@ -563,7 +563,7 @@ class StepWatch(FinishedSteps):
         parameter = next(model.parameters(), None)
         if parameter is None:
             return
-        device = parameter.device
+        device = computes_on(parameter)
         if self._clock is None or self._clock.device.type != ("cuda" if device.type == "cuda" else "cpu"):
             self.use(clock_for(device))
         self._look(self.memory.add_model, model, device)

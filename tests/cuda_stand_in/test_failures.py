@@ -1,5 +1,5 @@
-"""Findings of CUDA's and NCCL's own messages: a communicator that fails, and memory that runs out; and which processes
-initialise CUDA."""
+"""Findings of CUDA's and NCCL's own messages: a communicator that fails, memory that runs out, and a collective that a
+rank does not call; and which processes initialise CUDA."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from labkit.analysis.diagnose import findings
 HEAD = """
 import os, time, torch, torch.distributed as dist
 from datetime import timedelta
+os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # NCCL's watchdog waits four times as long
+os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # to a file in the cache of the user
 rank = int(os.environ["RANK"])
 device = torch.device("cuda", rank)
 torch.cuda.set_device(device)
@@ -24,11 +26,11 @@ torch.cuda.synchronize()
 """
 
 
-def failed(text: str, folder: Path):
+def failed(text: str, folder: Path, **more: object) -> str:
     """The titles and causes of the findings of a script on two GPUs, which fails."""
     script = folder / "train.py"
     script.write_text(HEAD + text)
-    run = warm_run(script, nproc=2, device="cuda")
+    run = warm_run(script, nproc=2, device="cuda", **more)
     assert run.state.status.state == "failed"
     return " | ".join(f"{finding.title}. {finding.cause}" for finding in findings(run.state))
 
@@ -49,3 +51,10 @@ def test_only_ranks_initialise_cuda(strategy, on_machine, tmp_path):
     run = warm_run(strategy, workload="mlp", device="cuda", samples=64, batch_size=16, steps=2)
     initialised = {int(line.split()[0]) for line in log.read_text().splitlines() if " initialised " in line}
     assert initialised == {rank.pid for rank in run.state.ranks.values()}
+
+
+def test_a_hang_is_found_before_nccls_watchdog_ends_it(tmp_path):
+    text = "if rank == 0:\n    dist.all_reduce(tensor)\n    torch.cuda.synchronize()\ntime.sleep(60)\n"
+    words = failed(text, tmp_path, hang_after=4)
+    assert "rank 0 waited" in words and "rank 1 never reached it" in words
+    assert "NCCL's watchdog ended the process" in words

@@ -27,6 +27,7 @@ def test_default_precision_depends_on_the_device():
     assert Spec("ddp").on(KAGGLE).precision == "fp16", "a T4 is made for it"
     assert Spec("ddp").on(SERVER).precision == "fp32"
     assert Spec("ddp", precision="fp32").on(KAGGLE).precision == "fp32"
+    assert Spec("fsdp2", options={"cpu_offload": True}).on(KAGGLE).precision == "fp32", "it cannot be scaled there"
     sentence = refused("precision", LAPTOP, precision="tf32")
     assert sentence == "--precision tf32 is not supported on CPU ranks, only on GPUs; use --precision fp32"
     assert "and Tesla T4 has 7.5; use --precision fp16" in refused("precision", KAGGLE, precision="tf32")

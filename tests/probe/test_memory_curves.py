@@ -9,7 +9,6 @@ import pytest
 from profiled_steps import MS, PHASES
 
 from labkit.probe import timeline as at
-from labkit.probe.sampler import outside
 from labkit.probe.timeline import (
     MOST,
     Allocation,
@@ -192,20 +191,3 @@ def test_thinning_keeps_the_first_the_last_and_what_is_highest():
     assert (kept[0], kept[-1]) == (points[0], points[-1])
     assert max(kept, key=lambda point: point[1]) == max(points, key=lambda point: point[1])
     assert kept == sorted(kept)
-
-
-def test_a_release_outside_of_operations_on_a_gpu_is_that_of_the_newest_block_of_its_size_without_a_known_one():
-    known = [taken(1, 1, 100), taken(2, 2, 100), taken(3, 3, 70), taken(5, 2, -100), taken(9, 3, 30)]
-    changes = [(one.time, one.size) for one in known]
-    changes += [(4 * MS, -100), (6 * MS, 70), (7 * MS, -70), (8 * MS, -70), (10 * MS, -70), (11 * MS, -999)]
-    released = [taken(4, 1, -100), taken(6, -2, 70), taken(7, -2, -70), taken(8, 3, -70)]
-    assert outside(known, changes, (), {}) == outside(known, changes, (), {3: 30}) == released
-    assert [one.size for one in outside(known, changes, (), {1: 90})] == [70, -70, -70], "it was there at the end"
-    assert outside(known, changes[:5], (), {}) == []
-
-
-def test_an_allocation_outside_of_operations_has_an_address_at_the_end_whose_allocation_is_not_known():
-    known = [taken(1, 1, 1024), taken(2, 2, -1024), taken(3, 3, -512)]
-    changes = [(one.time, one.size) for one in known] + [(4 * MS, 1024), (5 * MS, 1024), (6 * MS, -1024)]
-    after = {1: 1000, 2: 900, 4: 1000}  # 4 is from before
-    assert outside(known, changes, {2, 3, 4}, after) == [taken(4, 2, 1024), taken(5, -2, 1024), taken(6, -2, -1024)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.finding import Finding, one_of, shorter, texts
 from labkit.analysis.diagnose.hang import MISMATCH, hang, on_hosts
-from labkit.analysis.diagnose.known_errors import KNOWN_ERRORS, KnownError
+from labkit.analysis.diagnose.known_errors import COLLECTIVE_TIMEOUT, KNOWN_ERRORS, KnownError
 from labkit.common.units import counted, ranks_in_words, size
 from labkit.record.ranks import PEER_GONE
 from labkit.record.stacks import place
@@ -239,6 +239,8 @@ def _cause(state: RunState, failure: Failure) -> str:
         return f"the process was killed from outside: by a person or a scheduler{unknown}"
     if MISMATCH.search(failure.message):
         return "gloo ended the process, because it received data of another collective"
+    if re.search(COLLECTIVE_TIMEOUT, failure.message):
+        return "NCCL's watchdog ended the process, because a collective reached its timeout"
     if str(failure.type).startswith("SIG"):
         return "native code, such as a C extension or a driver, crashed the process"
     several = len(failure.alike) > 1

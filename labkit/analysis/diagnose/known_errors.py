@@ -18,6 +18,8 @@ class KnownError:
     follows: bool = False
 
 
+COLLECTIVE_TIMEOUT = r"Watchdog caught collective operation timeout"
+
 KNOWN_ERRORS = (
     KnownError(
         "nodes_differ",
@@ -452,7 +454,7 @@ KNOWN_ERRORS = (
     ),
     KnownError(
         "collective_timeout",
-        r"Watchdog caught collective operation timeout",
+        COLLECTIVE_TIMEOUT,
         "a collective reached NCCL's timeout",
         "some rank never called this collective, or called it later than the timeout (default: 10 minutes); the rank "
         "that reports the timeout is one that waited",

@@ -151,7 +151,7 @@ def fsdp2_limit(spec: Spec) -> str | None:
     if spec.options["cpu_offload"] and spec.precision == "fp16":
         return (
             "cpu_offload keeps the gradients in CPU memory, where the loss scaling of fp16 cannot check them; use"
-            " --precision bf16"
+            " --precision fp32 or bf16"
         )
     return _replicas(spec)
 

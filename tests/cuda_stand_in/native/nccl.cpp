@@ -498,7 +498,9 @@ static void remove(Communicator* own) {
     unlink(own->file("c" + std::to_string(number) + "-" + std::to_string(own->rank)).c_str());
   unlink(own->file("board").c_str());
 }
+// These three accept no communicator, as NCCL's do: torch aborts those that it has not made yet.
 API ncclResult_t ncclCommFinalize(ncclComm_t handle) {
+  if (!handle) return ncclSuccess;
   Communicator* own = of(handle);
   if (own->blocking) {
     leave(own);
@@ -512,11 +514,13 @@ API ncclResult_t ncclCommFinalize(ncclComm_t handle) {
   return ncclInProgress;
 }
 API ncclResult_t ncclCommDestroy(ncclComm_t handle) {
+  if (!handle) return ncclSuccess;
   if (!of(handle)->board->left[of(handle)->rank]) leave(of(handle));
   remove(of(handle));
   return ncclSuccess;
 }
 API ncclResult_t ncclCommAbort(ncclComm_t handle) {
+  if (!handle) return ncclSuccess;
   note("abort of rank %d in %s", of(handle)->rank, of(handle)->id.c_str());
   of(handle)->aborted = true;
   remove(of(handle));

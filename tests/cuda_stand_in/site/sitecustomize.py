@@ -12,7 +12,7 @@ import importlib.util
 import os
 import sys
 
-ORDER = ("__gt__", "__lt__")  # what Python's `max` and `min` ask
+OF_ONE = ("__gt__", "__lt__", "__mul__")  # what Python's `max` and `min` ask, and how a pipeline's stages vote
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
@@ -36,7 +36,8 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 
 
 def change(torch):
-    """Computes sums of integers, sum and order of two of which the first is on a device, `equal`, and `any`."""
+    """Computes sums of integers, sum, product and order of two of which the first is on a device, `equal`, and
+    `any`."""
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -52,7 +53,7 @@ def change(torch):
         operation = getattr(torch.Tensor, name)
 
         def computed(self, other):
-            if is_whole(self) and (self.dim() == 0 or (name in ORDER and self.numel() == 1)):
+            if is_whole(self) and (self.dim() == 0 or (name in OF_ONE and self.numel() == 1)):
                 other = other.cpu() if isinstance(other, torch.Tensor) else other
                 return operation(self.cpu(), other).to(self.device)
             return operation(self, other)
@@ -69,7 +70,7 @@ def change(torch):
     torch_equal, torch.equal = torch.equal, equal
     tensor_any, torch.Tensor.any = torch.Tensor.any, any
     whole_sum, torch.sum = torch.sum, sum
-    for name in ("__add__", "__radd__", "__iadd__", *ORDER):
+    for name in ("__add__", "__radd__", "__iadd__", *OF_ONE):
         setattr(torch.Tensor, name, computing(name))
 
 
