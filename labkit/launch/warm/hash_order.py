@@ -32,7 +32,7 @@ def dependence(scripts: Sequence[Path], folders: Sequence[str], environment: Map
     waiting, seen = list(scripts), set()
     while waiting:
         path = waiting.pop()
-        if path in seen or path.is_relative_to(_LABKIT):
+        if path in seen or path.resolve().is_relative_to(_LABKIT):
             continue
         seen.add(path)
         try:
