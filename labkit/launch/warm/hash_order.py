@@ -6,8 +6,9 @@ a different order on each of them.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 from labkit.setup.environment import CLONE
 
@@ -15,6 +16,7 @@ _LABKIT = CLONE / "labkit"
 _VARIABLE = "PYTHONHASHSEED"
 _BUILDERS = ("set", "frozenset")
 _WITHOUT_ORDER = ("all", "any", "bool", "isinstance", "len", "max", "min", "sorted")  # what they return has none
+_METHODS = ("add", "clear", "discard", "isdisjoint", "issubset", "issuperset", "remove", "update")
 _COMPARISONS = (ast.In, ast.NotIn, ast.Eq, ast.NotEq)
 _VIEWS = ("keys", "items")  # of a dict: operators make sets of them
 _OPERATORS = (ast.BitAnd, ast.BitOr, ast.BitXor, ast.Sub)
@@ -24,8 +26,9 @@ def dependence(scripts: Sequence[Path], folders: Sequence[str], environment: Map
     """The first place where a script, or a module of these folders that it imports, could depend on the seed, as a
     clause with file and line; empty if there is none, or if the environment gives all ranks the same seed.
 
-    Places are expressions that make a set whose order matters, and calls of `hash`. Sets of numbers have the same
-    order everywhere. Files that cannot be read or parsed have no such place; installed packages are not searched.
+    Places are expressions that make a set whose order could matter, and calls of `hash`. It cannot matter where only
+    members are looked for, or all are counted or sorted. Sets of numbers have the same order everywhere. Files that
+    cannot be read or parsed have no such place; installed packages are not searched.
     """
     if environment.get(_VARIABLE, "random") not in ("", "random"):
         return ""
@@ -47,6 +50,9 @@ def dependence(scripts: Sequence[Path], folders: Sequence[str], environment: Map
 
 def _places(tree: ast.AST) -> Iterator[tuple[int, str]]:
     unordered = {id(node) for parent in ast.walk(tree) for node in _used_without_order(parent)}
+    functions = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    named = [id(value) for scope in (tree, *functions) for value in _named_without_order(scope, unordered)]
+    unordered.update(named)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hash":
             yield node.lineno, "hash()"
@@ -54,12 +60,30 @@ def _places(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, "the order of a set"
 
 
+def _named_without_order(scope: ast.AST, unordered: Container[int]) -> Iterator[ast.expr]:
+    """The values of names that nothing in a module or function reads for their order."""
+    names = {node.id for node in ast.walk(scope) if _is_read(node) and id(node) not in unordered}
+    for node in ast.walk(scope):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if all(isinstance(target, ast.Name) and target.id not in names for target in targets):
+                yield node.value
+
+
+def _is_read(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+
+
 def _used_without_order(parent: ast.AST) -> list[ast.expr]:
-    """The operands whose order does not matter to an expression."""
+    """The operands whose order does not matter to an expression or a statement."""
     if isinstance(parent, ast.Compare) and all(isinstance(operator, _COMPARISONS) for operator in parent.ops):
         return [parent.left, *parent.comparators]
     if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and parent.func.id in _WITHOUT_ORDER:
         return parent.args
+    if isinstance(parent, ast.Attribute) and parent.attr in _METHODS:
+        return [parent.value]
+    if isinstance(parent, (ast.If, ast.While)):
+        return [parent.test]
     return []
 
 

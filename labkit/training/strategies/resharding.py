@@ -29,9 +29,10 @@ class ShardReader(dcp.FileSystemReader):
     def read_metadata(self, **kwargs) -> metadata.Metadata:
         with torch.serialization.safe_globals(INDEX):
             index = torch.load(self.path / "index.pt", weights_only=True)
-        files = {shard.relative_path for shard in index.storage_data.values()}
-        if outside := files - {path.name for path in self.path.iterdir()}:
-            raise ValueError(f"the index names {outside}, which is not in {self.path}")
+        files = {path.name for path in self.path.iterdir()}
+        for shard in index.storage_data.values():
+            if shard.relative_path not in files:
+                raise ValueError(f"the index names {shard.relative_path}, which is not in {self.path}")
         return index
 
 
