@@ -7,6 +7,7 @@ counted, never fatal.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,6 +81,8 @@ class Reader:
         self._at_end = True
         try:
             with self._opened(self.path) as file:
+                if self._too_long:
+                    self._offset = _next_data(file, self._offset)
                 file.seek(self._offset)
                 block = file.read(limit)
         except OSError:
@@ -115,3 +118,12 @@ class Reader:
         if found and not self._has_gap:
             self._has_gap = True
             self.broken += 1
+
+
+def _next_data(file: BinaryIO, offset: int) -> int:
+    """Where a file has data again, from `offset` on: a hole, such as in a sparse file of terabytes, has no end of a
+    line."""
+    try:
+        return os.lseek(file.fileno(), offset, os.SEEK_DATA)
+    except OSError as error:
+        return file.seek(0, os.SEEK_END) if error.errno == errno.ENXIO else offset

@@ -112,3 +112,17 @@ def test_kinds_that_only_readers_create_are_unknown_in_a_file(path):
     for event in reader.poll():
         state.apply(event)
     assert [*state.ranks] == [0] and reader.broken == 0
+
+
+def test_a_hole_in_a_file_of_events_is_skipped(tmp_path):
+    """A sparse file may claim terabytes; what comes after the hole is read."""
+    path = tmp_path / "rank0.jsonl"
+    event = b'{"v": 1, "t": 1.0, "rank": 0, "kind": "log", "text": "x"}\n'
+    path.write_bytes(event)
+    with path.open("r+b") as file:
+        file.seek(1 << 43)
+        file.write(b"\n" + event)
+    reader, read = Reader(path), []
+    for _ in range(20):
+        read += reader.poll()
+    assert len(read) == 2 and reader.broken == 1

@@ -50,7 +50,7 @@ def test_sharding_and_replicas_that_contradict_each_other_are_refused():
 def test_cpu_offload_names_its_limits():
     assert "the state of CPU ranks is already there" in refusal("fsdp2", options={"cpu_offload": True})
     assert "clip_norm=0.5; use only one of the two" in refusal("fsdp2", options={"cpu_offload": True, "clip_norm": 0.5})
-    assert "use --precision bf16" in refusal("fsdp2", options={"cpu_offload": True}, precision="fp16")
+    assert "use --precision fp32 or bf16" in refusal("fsdp2", options={"cpu_offload": True}, precision="fp16")
     gpus = Machine(
         gpus=tuple(Gpu(index, "GPU", 2**34, (9, 0)) for index in range(2)), cores=8, memory=2**34, torch=(2, 13)
     )
