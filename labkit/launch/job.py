@@ -170,6 +170,7 @@ class Job:
                 supervisor = self._supervisor()
                 if not (supervisor is not None and self._obeys(supervisor) and self._closed(timeout)):
                     self._end_without(supervisor)
+                self._cancel()  # what follows a job of Slurm may have been stopped before it could
             state = self.wait(timeout)
         except Unreadable:
             state = "stopped"
@@ -267,10 +268,13 @@ class Job:
                 close(self.folder, "failed", self.status().message)
         psutil.wait_procs(tagged(lambda tag: tag == watchdog_tag(path)), timeout=_LEAVE)
 
-    def _end_all(self) -> None:
+    def _cancel(self) -> None:
         with suppress(Unreadable):
             if number := self.folder.read_launch().batch_job:
                 cancel(number, self.folder.batch)
+
+    def _end_all(self) -> None:
+        self._cancel()
         end_processes(self.folder)
 
 
