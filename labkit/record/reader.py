@@ -123,6 +123,8 @@ class Reader:
 def _next_data(file: BinaryIO, offset: int) -> int:
     """Where a file has data again, from `offset` on: a hole, such as in a sparse file of terabytes, has no end of a
     line."""
+    if not hasattr(os, "SEEK_DATA"):  # on Windows
+        return offset
     try:
         return os.lseek(file.fileno(), offset, os.SEEK_DATA)
     except OSError as error:
