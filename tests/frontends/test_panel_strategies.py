@@ -17,6 +17,7 @@ from browser import (
     sync_api,
     wait_for_words,
 )
+from conftest import wait_until
 
 pytestmark = pytest.mark.browser
 
@@ -34,6 +35,16 @@ CHOOSE_AND_RUN = """panel => {
     option.parentElement.dispatchEvent(new Event("change", {bubbles: true}));
     panel.querySelector(".labkit-run").click();
 }"""
+
+# Nothing is laid out while the panel is hidden, so that no observer of sizes sees that it was.
+HIDE_FOR_A_FRAME = """async panel => {
+    panel.style.display = "none";
+    document.body.dataset.jpThemeName += "";
+    await null;
+    requestAnimationFrame(() => (panel.style.display = ""));
+    panel.style.setProperty("--labkit-ink", "rgb(1, 2, 3)");
+}"""
+INK = """panel => [...panel.querySelectorAll(".labkit-live .labkit-chart")].map(box => box.layout.font.color)"""
 
 
 def opened(page, jupyter, source: str) -> sync_api.Locator:
@@ -94,6 +105,9 @@ def test_the_load_of_experts_is_shown_while_they_train(page, jupyter):
         see(panel)
         picture(page, f"42-experts-{theme.lower()}")
         nothing_is_cut_off(panel)
+    panel.evaluate(HIDE_FOR_A_FRAME)
+    wait_until(lambda: set(panel.evaluate(INK)) == {"rgb(1, 2, 3)"}, 20)
+    panel.evaluate("panel => panel.style.removeProperty('--labkit-ink')")
     panel.locator(".labkit-present").click()
     picture(page, "42-experts-presentation")
     nothing_is_cut_off(panel)

@@ -174,12 +174,20 @@ class Board {
     this.schedule();
   }
 
-  // New points are stored immediately and drawn in the next animation frame; a hidden chart is drawn when it becomes
-  // visible.
+  // New points are stored immediately and drawn in the next animation frame. A hidden chart is drawn when it becomes
+  // visible: it is observed anew, as the observer tells nothing of a box that is hidden and shown within one frame.
   schedule() {
     this.frame ||= requestAnimationFrame(() => {
       this.frame = 0;
-      for (const chart of this.charts.values()) if (chart.dirty && chart.box.clientWidth && chart.box.clientHeight) this.draw(chart);
+      for (const chart of this.charts.values()) {
+        const { box, dirty } = chart;
+        if (!dirty) continue;
+        if (box.clientWidth && box.clientHeight) this.draw(chart);
+        else {
+          this.resizing.unobserve(box);
+          this.resizing.observe(box);
+        }
+      }
     });
   }
 
