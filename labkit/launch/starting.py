@@ -31,16 +31,17 @@ def warm_or_cold(spec: Spec, plan: LaunchPlan, cold: bool) -> Consent | Cold:
     """Asks the warm server whether it can start this run."""
     if cold:
         return Cold()
-    environment, folders = os.environ | plan.env, [plan.cwd]
-    if spec.script is not None:
-        if spec.as_module:
-            scripts = list(module_files(spec.script, folders))
-        else:
-            scripts = [Path(spec.script).resolve()]
-            folders = sorted({plan.cwd, str(scripts[0].parent)})
-        if depends := dependence(scripts, folders, environment):
-            return Cold(depends)
-    return consent(environment, folders)
+    environment, folders, scripts = os.environ | plan.env, [plan.cwd], []
+    if spec.script is not None and spec.as_module:
+        scripts = list(module_files(spec.script, folders))
+    elif spec.script is not None:
+        scripts = [Path(spec.script).resolve()]
+        folders = sorted({plan.cwd, str(scripts[0].parent)})
+    answer = consent(environment, folders)
+    if isinstance(answer, Consent) and (reason := dependence(scripts, folders, environment)):
+        answer.decline()
+        return Cold(reason)
+    return answer
 
 
 def start_supervisor(

@@ -360,6 +360,10 @@ class Consent:
     def __init__(self, connection: socket.socket):
         self._connection = connection
 
+    def decline(self) -> None:
+        """Leaves the agreement unused."""
+        self._connection.close()
+
     def start(
         self, run_dir: Path, asked: float, environment: Mapping[str, str], files: Sequence[int]
     ) -> Started | Cold:
