@@ -265,6 +265,10 @@ class Census:
                 total += size
         return total
 
+    def size(self, tensor: torch.Tensor) -> int:
+        """Bytes of its storage; 0 if it is not of this device type, or has none."""
+        return self._storage(tensor)[1]
+
     def owner(self, tensor: torch.Tensor) -> str:
         """Whose storage it is; empty if it is not counted."""
         return self.counted.get(self._storage(tensor)[0], ("", 0))[0]
@@ -379,8 +383,11 @@ class MemoryWatch:
         census = Census(self.device)
         owners = self.count(census)
         if released is not None and self.device.type == "cpu":
+            buckets = {size for model in self._replicas() for size in self._guard(_hooked, model) or ()}
             for tensor in self._held.tensors():
-                if census.add([tensor], "other") or census.owner(tensor) == "gradients":
+                if census.size(tensor) in buckets:  # of DDP's buckets only the sizes are known, and they are counted
+                    census.leave_out([tensor])
+                elif census.add([tensor], "other") or census.owner(tensor) == "gradients":
                     _watch(local(tensor).untyped_storage(), released)
         apart = {"communication": owners["communication"], "other": self._unknown(owners)}
         return {address: (owner, size) for address, (owner, size) in census.counted.items() if size}, apart
@@ -430,12 +437,21 @@ def states_of(
 
 
 def _buckets(model: Any) -> int:
-    """Bytes of DDP's buckets as DDP reports them, without those of which gradients are views."""
-    data = DDP_LOGGING.of(model)()
-    reported = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-    total = sum(int(size) for size in reported.split(",") if size.strip())
+    """Bytes of DDP's buckets, without those of which gradients are views."""
+    total = sum(_bucket_sizes(DDP_LOGGING.of(model)()))
     if not model.gradient_as_bucket_view:
         return total
     storages = [one.grad.untyped_storage() for one in model.parameters() if one.grad is not None]
     viewed = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return max(0, total - sum(viewed.values()))
+
+
+def _hooked(model: Any) -> list[int]:
+    """Bytes of each bucket that a communication hook receives, and may keep."""
+    reported = DDP_LOGGING.of(model)()
+    return _bucket_sizes(reported) if reported.get("comm_hook") else []
+
+
+def _bucket_sizes(reported: Mapping[str, str]) -> list[int]:
+    sizes = reported.get("rebuilt_bucket_sizes") or reported.get("bucket_sizes") or ""
+    return [int(size) for size in sizes.split(",") if size.strip()]

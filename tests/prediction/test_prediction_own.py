@@ -186,6 +186,24 @@ dist.destroy_process_group()
 """
 
 # A pipeline whose stages know their shapes.
+# The hook keeps DDP's bucket until the next step.
+HOOKED = """
+import torch, torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group()
+model = DDP(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)))
+model.register_comm_hook(power.PowerSGDState(None), power.powerSGD_hook)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+for step in range(6):
+    optimizer.zero_grad()
+    cross_entropy(model(torch.randn(32, 64)), torch.randint(10, (32,))).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
 STAGES = """
 import torch, torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -306,6 +324,10 @@ def test_adapters_in_another_type_and_a_static_graph_are_predicted(written):
     _, found = measured(written(ADAPTERS, nproc=2))
     for one in found:  # DDP also broadcasts which buckets it rebuilds in the step that is measured
         assert one.sent_predicted == pytest.approx(one.sent_measured, rel=EXACT)
+
+
+def test_a_bucket_that_a_hook_keeps_is_counted_once(written):
+    check(written(HOOKED, nproc=2))
 
 
 def test_stages_that_know_their_shapes_are_predicted(written):
