@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from labkit.probe.journal import Guard, Journal
+from labkit.probe.timeline import Allocation
 from labkit.probe.torch_private import DDP_LOGGING, DUMP_SNAPSHOT, RECORD_HISTORY
 
 # ---- the C library's memory
@@ -104,10 +105,52 @@ _MOST = 100_000  # maximum number of tensors remembered between two walks
 _DEPTH = 6  # maximum nesting of lists and dictionaries in a data set
 
 
+class WorkersBatches:
+    """The batches that a rank has received from the workers of its data loaders and still holds. They are in shared
+    memory, of which the profiler of memory knows nothing. Those that arrive before it is their turn are the loader's.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}  # by address
+        self._changes: list[Allocation] | None = None
+
+    def received(self, batch: Any) -> None:
+        """A loader has returned a batch."""
+        for tensor in tensors_in(batch):
+            if _is_shared(tensor):
+                storage = tensor.untyped_storage()
+                address, size = storage.data_ptr(), storage.nbytes()
+                if address not in self._sizes:
+                    self._sizes[address] = size
+                    self._note(address, size)
+                    weakref.finalize(storage, self._freed, address).atexit = False
+
+    def _freed(self, address: int) -> None:
+        self._note(address, -self._sizes.pop(address))
+
+    def _note(self, address: int, change: int) -> None:
+        if self._changes is not None:
+            self._changes.append(Allocation(time.time_ns(), address, change))
+
+    def waits(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor may be of a batch that the loader has not returned yet."""
+        return _is_shared(tensor) and tensor.untyped_storage().data_ptr() not in self._sizes
+
+    def begin(self) -> None:
+        """What is received and freed from now on is noted, until `changes`."""
+        self._changes = []
+
+    def changes(self) -> list[Allocation]:
+        """What was noted."""
+        changes, self._changes = self._changes or [], None
+        return changes
+
+
 class Held:
     """The modules and tensors found by the walks, as weak references, so that they are freed as usual."""
 
-    def __init__(self) -> None:
+    def __init__(self, batches: WorkersBatches) -> None:
+        self._batches = batches
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.replicas: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # of DistributedDataParallel
         self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -126,7 +169,8 @@ class Held:
         modules, tensors, data = _found()
         self._modules = weakref.WeakSet(module for module in modules if next(_own(module, *_MEMBERS), None) is not None)
         self.replicas = weakref.WeakSet(module for module in modules if _is_replica(module))
-        seen = {id(tensor): tensor for tensor in tensors[:_MOST] if _is_on(tensor, device)}
+        counted = (one for one in tensors[:_MOST] if _is_on(one, device) and not self._batches.waits(one))
+        seen = {id(tensor): tensor for tensor in counted}
         lasting = [tensor for key, tensor in seen.items() if key in self._seen and self._seen[key]() is tensor]
         self._lasting = [weakref.ref(tensor) for tensor in lasting]
         self._data = [weakref.ref(tensor) for tensor in islice(_tensors_of(data), _MOST)]
@@ -171,6 +215,14 @@ def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
     try:
         return tensor.device.type == device.type
     except (RuntimeError, NotImplementedError):  # for example a fake tensor outside of its mode
+        return False
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is in memory of the host that processes share."""
+    try:
+        return tensor.device.type == "cpu" and tensor.is_shared()
+    except (RuntimeError, NotImplementedError, ValueError):  # ValueError: a parameter without a shape
         return False
 
 
@@ -302,7 +354,8 @@ class MemoryWatch:
         self._peak = self._activations = 0
         self._age = 0
         self._is_sampled = False
-        self._held = Held()
+        self.batches = WorkersBatches()
+        self._held = Held(self.batches)
         self.walked = False  # whether the end of the newest step included a walk over all objects
 
     @property
@@ -383,18 +436,26 @@ class MemoryWatch:
         census = Census(self.device)
         owners = self.count(census)
         if released is not None and self.device.type == "cpu":
+            self.batches.begin()
             buckets = {size for model in self._replicas() for size in self._guard(_hooked, model) or ()}
             for tensor in self._held.tensors():
-                if census.size(tensor) in buckets:  # of DDP's buckets only the sizes are known, and they are counted
+                is_bucket = census.size(tensor) in buckets  # DDP tells only their sizes, and they are counted
+                if is_bucket or self.batches.waits(tensor):
                     census.leave_out([tensor])
                 elif census.add([tensor], "other") or census.owner(tensor) == "gradients":
                     _watch(local(tensor).untyped_storage(), released)
         apart = {"communication": owners["communication"], "other": self._unknown(owners)}
         return {address: (owner, size) for address, (owner, size) in census.counted.items() if size}, apart
 
-    def alive(self) -> set[int]:
-        """The addresses of all tensors that Python objects refer to."""
-        census = Census(self.device)
+    def fetched(self, batch: Any) -> None:
+        """A loader has returned a batch."""
+        if self.device.type == "cpu":
+            self.batches.received(batch)
+
+    def alive(self, census: Census | None = None) -> set[int]:
+        """The addresses of all tensors that Python objects refer to; those not yet counted by a census count in it as
+        "other"."""
+        census = census or Census(self.device)
         census.add(self._held.tensors(), "other")
         return set(census.counted)
 

@@ -105,8 +105,12 @@ def rows_of(results: Any) -> Iterator[Row]:
             yield Row(event.name(), start, start + duration, event.start_thread_id(), event.device_type() == cuda)
 
 
+_RECEIVING = "enumerate(DataLoader)#_MultiProcessing"  # torch's name of a request to a loader with workers
+
+
 def allocations_of(results: Any, device: torch.device) -> list[Allocation]:
-    """The profiler's allocations on a device, in no order."""
+    """The profiler's allocations on a device, in no order, without the batches that a loader receives from its workers:
+    those that it returns are known (`WorkersBatches`), and the others are its own."""
     kinds, found = EVENT_TYPE.get(), []
     rest = list(KINETO_TREE.of(results)())
     while rest:
@@ -118,7 +122,8 @@ def allocations_of(results: Any, device: torch.device) -> list[Allocation]:
                 if around.tag == kinds.TorchOp:  # else a span of the GPU, in which this was called by chance
                     inside.append(around.name)
                 around = around.parent
-            if OF_PROBE not in inside:
+            is_received = event.extra_fields.alloc_size > 0 and any(name.startswith(_RECEIVING) for name in inside)
+            if OF_PROBE not in inside and not is_received:
                 fields = event.extra_fields
                 found.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size, tuple(inside)))
     return found
@@ -333,6 +338,8 @@ class StepSampler:
         if self._with_memory:
             after = {address: owner for address, (owner, _) in self._memory.held()[0].items()}
             allocations = self._curves(allocations_of, results, clock.device)
+            batches = self._memory.batches.changes()
+            allocations = None if allocations is None else allocations + batches
         del results  # now: kineto crashes if the garbage collector frees an old result during a new profile
         recorded = self._traffic.operations_since(spans[0][1]) if self._traffic else []
         t0 = {"t0": begun.seconds(spans[0][1])}

@@ -395,6 +395,7 @@ class StepWatch(FinishedSteps):
             self.looks.order_begins()
         if "data" not in self._stack:
             self._samples.fetched(batch)
+            self.memory.fetched(batch)
             if self.observations and batch is not None:
                 self._see(self.observations.batch, batch)
 

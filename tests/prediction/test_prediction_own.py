@@ -204,6 +204,32 @@ for step in range(6):
 dist.destroy_process_group()
 """
 
+# Workers make the samples; a batch that they deliver early, and what they need for one, are not the rank's.
+WORKERS = """
+import torch, torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+class Samples(Dataset):
+    def __len__(self):
+        return 2048
+    def __getitem__(self, index):
+        return {"x": torch.randn(512) * 2 + index, "y": index % 10}
+
+if __name__ == "__main__":
+    dist.init_process_group()
+    samples = Samples()
+    loader = DataLoader(samples, 128, sampler=DistributedSampler(samples), num_workers=4)
+    model = DDP(torch.nn.Linear(512, 10))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in loader:
+        optimizer.zero_grad()
+        cross_entropy(model(batch["x"]), batch["y"]).backward()
+        optimizer.step()
+    dist.destroy_process_group()
+"""
+
 STAGES = """
 import torch, torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -328,6 +354,10 @@ def test_adapters_in_another_type_and_a_static_graph_are_predicted(written):
 
 def test_a_bucket_that_a_hook_keeps_is_counted_once(written):
     check(written(HOOKED, nproc=2))
+
+
+def test_batches_that_wait_in_a_loader_with_workers_are_not_counted(written):
+    check(written(WORKERS, nproc=2))
 
 
 def test_stages_that_know_their_shapes_are_predicted(written):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from labkit.probe.journal import Journal
-from labkit.probe.memory import Census, Held, MemoryWatch
+from labkit.probe.memory import Census, Held, MemoryWatch, WorkersBatches
 
 CPU = torch.device("cpu")
 
@@ -30,14 +30,14 @@ def counted(held: Held) -> tuple[set[int], set[int]]:
 
 
 def walked(times: int = 2) -> Held:
-    held = Held()
+    held = Held(WorkersBatches())
     for _ in range(times):
         held.walk(CPU)
     return held
 
 
 def test_a_tensor_counts_once_it_has_outlived_a_step():
-    held, kept = Held(), [torch.zeros(10)]
+    held, kept = Held(WorkersBatches()), [torch.zeros(10)]
     held.walk(CPU)
     assert kept[0].data_ptr() not in counted(held)[1]
     batch = torch.zeros(10)
@@ -96,7 +96,7 @@ def test_a_walk_takes_a_thousandth_of_the_time_at_most(monkeypatch):
 
     monkeypatch.setattr("labkit.probe.memory.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(gc, "get_objects", objects)
-    held = Held()
+    held = Held(WorkersBatches())
     assert held.is_due
     held.walk(CPU)
     now[0] += 49

@@ -5,6 +5,7 @@ and groups of torch's fake backend."""
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from labkit.prediction.tracing.guard import Refused
+from labkit.prediction.tracing.tape import Tape
 from labkit.prediction.tracing.torch_private import GIVEN_SHAPES, NEEDS_SHAPES, STAGES_AGREE
 from labkit.prediction.tracing.world import replaced
+from labkit.probe.torch_private import NEXT_BATCH
 
 _OF_WORKERS = (
     *("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "worker_init_fn"),
@@ -22,16 +25,28 @@ _OF_WORKERS = (
 )
 
 
-def works_alone() -> None:
-    """Replaces these functions, for the rest of the process."""
-    create, group = DataLoader.__init__, dist.new_group
+def works_alone(tape: Tape) -> None:
+    """Replaces these functions, for the rest of the process. What workers of a loader would do counts as theirs."""
+    create, iterate, fetch, group = DataLoader.__init__, DataLoader.__iter__, NEXT_BATCH.get(), dist.new_group
 
     @wraps(create)
     def init(loader: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(create).bind(loader, *args, **kwargs).arguments
         create(**{name: value for name, value in given.items() if name not in _OF_WORKERS})
+        loader.labkit_has_workers = bool(given.get("num_workers"))
 
-    DataLoader.__init__ = init
+    @wraps(iterate)
+    def iterator(loader: Any) -> Any:
+        batches = iterate(loader)
+        batches.labkit_has_workers = loader.labkit_has_workers
+        return batches
+
+    def fetched(batches: Any) -> Any:
+        with tape.in_other_processes() if batches.labkit_has_workers else nullcontext():
+            return fetch(batches)
+
+    DataLoader.__init__, DataLoader.__iter__ = init, iterator
+    NEXT_BATCH.replace(wraps(fetch)(fetched))
     if STAGES_AGREE.exists() and NEEDS_SHAPES.exists():
         STAGES_AGREE.replace(_stages_know)
     torch.compile = lambda model=None, **_: (lambda function: function) if model is None else model

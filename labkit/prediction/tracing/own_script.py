@@ -74,7 +74,7 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     tape.keeps_kernels = tape.computes_numbers = True
     tape.number = request["number"]
     world.join(rank, request["ranks"])
-    works_alone()
+    works_alone(tape)
     if request["gpus"]:
         world.updates_together()
     without_gpus(request["gpus"], request["ranks"])
@@ -146,7 +146,7 @@ class Steps:
 
     def step_ends(self, step: int, phases: list[tuple[str, int, int]], clock: Any) -> bool:
         """A step has ended; the next one begins."""
-        owned, owners = self._owned()
+        owned, owners, left = self._owned()
         tape = self._tape
         if self.done == STEPS:
             self._compare(step)
@@ -159,7 +159,7 @@ class Steps:
                 self._last = time.process_time() + _MORE
                 if time.process_time() - self._began > _MORE:
                     raise Ended
-        self._before, self._began = owned, time.process_time()
+        self._before, self._began = left, time.process_time()
         self._tape.restart()
         return True
 
@@ -186,9 +186,10 @@ class Steps:
         (tape.allocations, tape.kernels, tape.calls, tape.flops, tape.work), *rest = self._newest
         return reported(tape, *rest)
 
-    def _owned(self) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:
+    def _owned(self) -> tuple[dict[int, tuple[str, int]], dict[str, int], dict[int, tuple[str, int]]]:
         """Owner and bytes by address of everything that outlives a step, and the bytes of each owner, as the probe
-        counts them. On a GPU everything else that is allocated is `other`, as in the probe, except data sets."""
+        counts them; then the first with what the step has left behind, such as its batch. On a GPU everything else that
+        is allocated is `other`, as in the probe, except data sets."""
         census = TapeCensus(self._tape)
         replicas = [replica for replica in Replica.live if not replica.gradient_as_bucket_view]
         buckets = census.add((buffer for replica in replicas for buffer in replica.buckets), "communication")
@@ -199,7 +200,13 @@ class Steps:
             rest = {address: size for address, size in self._tape.allocated.items() if address not in census.counted}
             census.counted |= {address: ("other", size) for address, size in rest.items()}
             owners["other"] += sum(rest.values())
-        return {address: (owner, size) for address, (owner, size) in census.counted.items() if size}, owners
+        owned = dict(census.counted)
+        self._watch.memory.alive(census)
+        return _with_bytes(owned), owners, _with_bytes(census.counted)
+
+
+def _with_bytes(counted: dict[int, tuple[str, int]]) -> dict[int, tuple[str, int]]:
+    return {address: (owner, size) for address, (owner, size) in counted.items() if size}
 
 
 class _Unwritten(Journal):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -208,6 +208,13 @@ class Tape(DISPATCH_MODE.get()):
         """The operation at a time on the tape allocates and releases `size` more bytes."""
         self._last += 1
         self.allocations += Allocation(time, self._last, size, inside), Allocation(time + 1, self._last, -size)
+
+    @contextmanager
+    def in_other_processes(self) -> Iterator[None]:
+        """Other processes do what is done here: of its allocations only those count that are left at its end."""
+        first = len(self.allocations)
+        yield
+        self.allocations[first:] = [one for one in self.allocations[first:] if one.address in self._sizes]
 
     def mark(self) -> int:
         """A time after everything so far, and before everything that follows."""
