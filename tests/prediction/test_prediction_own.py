@@ -230,6 +230,22 @@ if __name__ == "__main__":
     dist.destroy_process_group()
 """
 
+# Two replicas of two ranks each.
+IN_PAIRS = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group()
+pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+model = DDP(model, process_group=pairs[dist.get_rank() // 2])
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(16, 8)).sum().backward()
+    optimizer.step()
+"""
+
 STAGES = """
 import torch, torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -350,6 +366,14 @@ def test_adapters_in_another_type_and_a_static_graph_are_predicted(written):
     _, found = measured(written(ADAPTERS, nproc=2))
     for one in found:  # DDP also broadcasts which buckets it rebuilds in the step that is measured
         assert one.sent_predicted == pytest.approx(one.sent_measured, rel=EXACT)
+
+
+def test_buffers_are_broadcast_in_a_group_without_rank_0(written):
+    plan = predict(written(IN_PAIRS, nproc=4))
+    assert plan.method == "simulated", plan.reason
+    parameters, buffers = 4 * (8 * 4 + 4 + 4 + 4), 4 * (4 + 4) + 8  # bytes; batches are counted in an integer
+    for rank in plan.ranks:
+        assert rank.comm_bytes_per_step == parameters + buffers / 2  # one rank of each pair sends the buffers
 
 
 def test_a_bucket_that_a_hook_keeps_is_counted_once(written):

@@ -289,7 +289,7 @@ class Replica(torch.nn.Module, Joinable):
         for kind in dict.fromkeys(one.dtype for one in buffers):
             alike = [one for one in buffers if one.dtype == kind]
             flat = torch.cat([one.flatten() for one in alike])
-            dist.broadcast(flat, 0, group=self.process_group)
+            dist.broadcast(flat, group_src=0, group=self.process_group)
             for part, one in zip(flat.split([each.numel() for each in alike]), alike):
                 one.copy_(part.view_as(one))
 
