@@ -187,7 +187,8 @@ class StepSampler:
         self._curves = Guard(journal, "memory curves")
         self._profiler: Any = None
         self._around: Any = None  # the operation in which a profiled step is, see _AROUND
-        self._off = self._starting = self._with_memory = self._with_snapshot = False
+        self._off = self._starting = self._with_memory = False
+        self._asks_snapshot = self._with_snapshot = False  # the second: in the step that is about to be profiled
         self._seen, self._next_look, self._asked = 0, 0.0, 0
         self._begun: tuple[run_clock.SystemMoment, Any] = run_clock.SystemMoment.now(), None  # and its mark
         self._held: tuple[dict[int, tuple[str, int]], dict[str, int]] = {}, {}
@@ -278,12 +279,12 @@ class StepSampler:
                 if changed != self._seen:
                     self._seen = changed
                     asked = json.loads(self._request.read_text())
-                    self._asked, self._with_snapshot = int(asked["step"]), bool(asked.get("snapshot"))
+                    self._asked, self._asks_snapshot = int(asked["step"]), bool(asked.get("snapshot"))
             except (OSError, ValueError, KeyError, TypeError):
                 pass  # no request
         if not self._asked or step < self._asked:
             return False
-        self._asked = 0
+        self._asked, self._with_snapshot = 0, self._asks_snapshot
         return True
 
     # ---- profiling
