@@ -382,7 +382,8 @@ class RunState:
         failure = self.failure
         if failure is None:
             return self.status.message or "the ranks reported no reason"
-        says = failure.type + (f": {failure.message}" if failure.message else "")
+        message = " ".join(failure.message.split())  # on one line
+        says = failure.type + (f": {message}" if message else "")
         left = f"{ranks_in_words(failure.left)} ended early with exit code 0; " if failure.left else ""
         return f"{left}{ranks_in_words(failure.alike, self.world_size)}: {says}"
 

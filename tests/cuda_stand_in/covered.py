@@ -1,9 +1,11 @@
-"""`python -m cuda_stand_in MACHINE tests/cuda_stand_in/covered.py ARGUMENTS…`: runs Python on the stand-in, and prints
-which of the lab's statements that only CUDA reaches were executed, in all processes. `labkit test --cuda-stand-in
---coverage` runs the tests this way.
+"""`python -m cuda_stand_in MACHINE tests/cuda_stand_in/covered.py [--data=FILE] ARGUMENTS…`: runs Python on the
+stand-in, and prints which of the lab's statements that only CUDA reaches were executed, in all processes. `labkit test
+--cuda-stand-in --coverage` runs the tests this way.
 
 A statement of a function counts if it names CUDA, NCCL, NVML or a GPU, or if the function, its class or a condition
-around it does, and if no process without a GPU executed it: those are processes of `test_without_driver.py`.
+around it does, and if no process without a GPU executed it: those are processes of `test_without_driver.py`. FILE
+receives what was executed, and what it has from earlier counts, too: from the usual tests, if this module, with `site/`
+on the path, ran them without the stand-in. Folders in `_NOT_OF_CUDA` do not count.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ from labkit.setup.environment import CLONE
 _NAMES = re.compile("cuda|nccl|nvml|gpu", re.IGNORECASE)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _NO_GPU = "none"
+# No line of them needs CUDA: the first runs as the scripts that are generated from it, and the second traces on the CPU.
+_NOT_OF_CUDA = ("training/strategies/", "prediction/tracing/")
+_DATA = "--data="
 # Ranks are forked, and end with os._exit. The context is the kind of GPU that a process has.
 _SETTINGS = """
 [run]
 source = {source}
-data_file = {folder}/coverage
+data_file = {file}
 parallel = true
 patch = fork, _exit
 context = ${{CUDA_STAND_IN_GPU-none}}
@@ -39,11 +44,16 @@ disable_warnings = no-data-collected, module-not-measured, module-not-imported, 
 def main(*arguments: str) -> int:
     """Runs Python with the arguments, prints the table, and returns the exit code of what ran."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = Path(folder, "settings")
-        settings.write_text(_SETTINGS.format(source=CLONE / "labkit", folder=folder), encoding="utf-8")
+        file, settings = Path(folder, "coverage"), Path(folder, "settings")
+        if arguments[0].startswith(_DATA):
+            file, arguments = Path(arguments[0].removeprefix(_DATA)).absolute(), arguments[1:]
+        settings.write_text(_SETTINGS.format(source=CLONE / "labkit", file=file), encoding="utf-8")
         code = subprocess.call([sys.executable, *arguments], env=os.environ | {"COVERAGE_PROCESS_START": str(settings)})
         measured = Coverage(config_file=str(settings))
+        if file.exists():
+            measured.load()
         measured.combine()
+        measured.save()
         print("\n".join(table(measured)))
     return code
 
@@ -58,11 +68,13 @@ def table(measured: Coverage) -> Iterator[str]:
         elsewhere = _executed(measured, path)
         data.set_query_contexts([f"^(?!{_NO_GPU}$)"])
         here = _executed(measured, path)
+        named = Path(path).relative_to(CLONE)
+        if str(named.relative_to("labkit")).startswith(_NOT_OF_CUDA):
+            continue
         lines = set(_of_cuda(ast.parse(Path(path).read_text(encoding="utf-8")).body)) - elsewhere
         left = sorted(lines - here)
         executed, total = executed + len(lines) - len(left), total + len(lines)
         if lines:
-            named = Path(path).relative_to(CLONE)
             yield f"{len(lines) - len(left):4} / {len(lines):3}  {named}  {', '.join(map(str, left))}"
     yield f"{executed:4} / {total:3}  {executed / max(total, 1):.1%}"
 

@@ -15,6 +15,7 @@ from labkit import figures
 from labkit.analysis.metrics import step_seconds
 from labkit.analysis.prediction import outcomes, sentences, time_made
 from labkit.plan.script import write_script
+from labkit.plan.spec import Spec
 from labkit.prediction.collectives import CommunicationModel, Duration
 from labkit.prediction.link_table import store
 from labkit.prediction.predict import predict
@@ -292,3 +293,5 @@ def test_a_measurement_beside_other_work_widens_the_range_and_is_repeated(measur
 def test_what_is_not_known_is_said(cache, capsys):  # noqa: F811
     with pytest.raises(LookupError, match="has not been measured on this machine; measure it with labkit doctor"):
         labkit.predict("ddp", workload="mlp", nproc=2, batch_size=16, device="cpu", machine="here")
+    with pytest.raises(LookupError, match="for CPU ranks only"):
+        timed(Spec("single", workload="mlp", nproc=1, batch_size=16, device="cuda"), predict(spec_of("single")))

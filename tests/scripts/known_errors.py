@@ -210,6 +210,17 @@ def stage_shapes():
             schedule.step(target=inputs)
 
 
+def stage_without_gradient():
+    shapes = {"input_args": (torch.empty(4, 4),), "output_args": (torch.empty(4, 4),)}
+    stage = PipelineStage(nn.Linear(4, 4), dist.get_rank(), dist.get_world_size(), CPU, **shapes)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: output.sum())
+    inputs = torch.ones(8, 4)
+    if dist.get_rank() == 0:
+        schedule.step(inputs)
+    else:
+        schedule.step(target=inputs)
+
+
 def odd_micro_batches():
     stage = PipelineStage(nn.Linear(4, 4), dist.get_rank(), dist.get_world_size(), CPU)
     schedule = ScheduleGPipe(stage, 4, loss_fn=lambda output, target: output.sum())

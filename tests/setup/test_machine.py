@@ -101,6 +101,15 @@ def test_without_nvml_the_reason_says_what_there_is(monkeypatch, tmp_path, fails
     assert here.gpus == () and said in here.no_gpu_reason
 
 
+def test_a_driver_that_stops_answering_and_a_missing_binding_are_reasons(monkeypatch):
+    nvml = fake_nvml(["Tesla T4"])
+    nvml.nvmlDeviceGetHandleByIndex = lambda index: (_ for _ in ()).throw(NVMLError(DRIVER_NOT_LOADED))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert Machine.here().no_gpu_reason == "the NVIDIA driver does not answer (Driver Not Loaded)"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert Machine.here().no_gpu_reason == "GPUs cannot be detected, because nvidia-ml-py is not installed"
+
+
 def test_a_cuda_build_of_torch_without_a_gpu_is_explained():
     assert Machine((), cores=2, memory=1).unused_cuda == ""
     explained = Machine((), cores=2, memory=1, cuda="13.0").unused_cuda
@@ -117,6 +126,9 @@ def test_the_cuda_of_torch_is_read_without_importing_it(monkeypatch, tmp_path, l
     found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: found)
     assert machine._cuda_of_torch() == version
+    for damaged in (SimpleNamespace(origin=str(tmp_path / "elsewhere" / "__init__.py")), None):
+        monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name, found=damaged: found)
+        assert machine._cuda_of_torch() == ""
 
 
 def test_names_as_bytes_are_read_too(monkeypatch):

@@ -239,6 +239,13 @@ KNOWN_ERRORS = (
         "pass device_id=torch.device('cpu'), or use fully_shard with a CPU mesh",
     ),
     KnownError(
+        "stage_without_gradient",
+        r"Output gradient: \('None'",
+        "a stage of a pipeline received no gradient of its output",
+        "output_args tells which outputs of a stage require a gradient, and the next stage sends none for the others",
+        "pass output_args that require one: torch.empty(…).requires_grad_(), or leave input_args and output_args out",
+    ),
+    KnownError(
         "stage_shapes",
         r"PipeliningShapeError|Failed to run stage backward|Expecting \d+ arg_mbs|is smaller than num_chunks",
         "a pipeline got a batch of another size than its first one",
