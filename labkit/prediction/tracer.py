@@ -116,20 +116,29 @@ def traced(spec: Spec, ranks: Iterable[int], cancelled: Callable[[], bool] = nev
 
 def _own_traces(ranks: Iterable[int], spec: Spec, cancelled: Callable[[], bool]) -> dict[int, dict[str, Any]]:
     """The traces of a script of the user's own. If it reads integers that a trace does not have, a rank is traced again
-    with other ones; `TraceFailed` if its step is another one then."""
+    with other ones; `TraceFailed` if its step is another one then. If it decides by other numbers, a rank is traced
+    again with the contrary decisions, and `ended` says so if its step is another one then.
+    """
     found = _results("script's trace", ranks, spec, _own(spec), cancelled)
-    lines = {rank: line for rank, trace in found.items() if (line := trace.pop("number_read"))}
-    for rank, line in [*lines.items()][:1]:
-        reason = (
-            f"rank {rank}: {line} reads a number that depends on the data, which a trace does not have, and the step"
-            " depends on it; compute sizes from shapes"
-        )
+    read = {rank: line for rank, trace in found.items() if (line := trace.pop("number_read"))}
+    decided = {rank: line for rank, trace in found.items() if (line := trace.pop("decided"))}
+
+    def depends(rank: int, other: Mapping[str, Any]) -> bool:
         try:
-            other = _results("script's trace", [rank], spec, _own(spec) | {"number": _OTHER}, cancelled)[rank]
+            trace = _results("script's trace", [rank], spec, _own(spec) | other, cancelled)[rank]
         except TraceFailed:
-            raise TraceFailed(reason) from None
-        if other["step"]["peak"] != found[rank]["step"]["peak"] or other["calls"] != found[rank]["calls"]:
-            raise TraceFailed(reason)
+            return True
+        return trace["step"]["peak"] != found[rank]["step"]["peak"] or trace["calls"] != found[rank]["calls"]
+
+    for rank, line in [*read.items()][:1]:
+        if depends(rank, {"number": _OTHER}):
+            raise TraceFailed(
+                f"rank {rank}: {line} reads a number that depends on the data, which a trace does not have, and the"
+                " step depends on it; compute sizes from shapes"
+            )
+    for rank, line in [*decided.items()][:1]:
+        if not found[rank]["ended"] and depends(rank, {"contrary": True}):
+            found[rank]["ended"] = f"{line} decides by a number that depends on the data; the prediction has 1 for it"
     return found
 
 
@@ -187,6 +196,7 @@ def _own(spec: Spec) -> dict[str, Any]:
         "gpus": spec.device == "cuda",
         "limit": _LIMIT,
         "number": 1,
+        "contrary": False,
     }
 
 

@@ -26,7 +26,7 @@ from labkit.setup.environment import CLONE
 _NAMES = re.compile("cuda|nccl|nvml|gpu", re.IGNORECASE)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _NO_GPU = "none"
-# No line of them needs CUDA: the first runs as the scripts that are generated from it, and the second traces on the CPU.
+# None of their lines needs CUDA: the first runs as the scripts generated from it, and the second traces on the CPU.
 _NOT_OF_CUDA = ("training/strategies/", "prediction/tracing/")
 _DATA = "--data="
 # Ranks are forked, and end with os._exit. The context is the kind of GPU that a process has.

@@ -246,6 +246,21 @@ for step in range(3):
     optimizer.step()
 """
 
+DECIDING = """
+import math
+import torch, torch.distributed as dist
+
+dist.init_process_group()
+model, best, total = torch.nn.Linear(4, 1), math.inf, 0.0
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(8):
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    total += loss.item()
+    DECISION
+    optimizer.step()
+"""
+
 STAGES = """
 import torch, torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -320,7 +335,7 @@ def measured(spec: Spec) -> tuple[RunState, tuple[Outcome, ...]]:
     assert plan.method == "simulated" and not plan.reason
     state = warm_run(spec).state
     assert state.prediction == plan, "the run has the cached prediction"
-    assert "with an error of at most 0.00%" in sentences(state)[0]
+    assert "with an error of at most 0.00%" in sentences(state)[0], sentences(state)
     found = outcomes(state)
     assert len(found) == spec.processes
     for one in found:
@@ -382,6 +397,24 @@ def test_a_bucket_that_a_hook_keeps_is_counted_once(written):
 
 def test_batches_that_wait_in_a_loader_with_workers_are_not_counted(written):
     check(written(WORKERS, nproc=2))
+
+
+@pytest.mark.parametrize(
+    ("decision", "matters"),
+    [
+        ("if total / (step + 1) < 1.5: dist.all_reduce(torch.zeros(4))", True),
+        ("if loss.item() < 0.01: break", True),
+        ("best = min(best, loss.item())", False),
+        ("if loss.item() != loss.item(): break", False),
+        ("if math.isfinite(loss.item()) and step > 5: break", False),
+    ],
+)
+def test_a_decision_by_a_number_of_the_data_is_named_if_the_step_depends_on_it(written, decision, matters):
+    plan = predict(written(DECIDING.replace("DECISION", decision), nproc=2))
+    assert plan.method == "simulated"
+    line = 1 + DECIDING.splitlines().index("    DECISION")
+    said = f"train.py:{line} decides by a number that depends on the data; the prediction has 1 for it"
+    assert plan.reason == (said if matters else "")
 
 
 def test_stages_that_know_their_shapes_are_predicted(written):

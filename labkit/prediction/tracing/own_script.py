@@ -23,6 +23,7 @@ from labkit.common.text import visible_line
 from labkit.common.units import size
 from labkit.prediction.tracing import world
 from labkit.prediction.tracing.alone import works_alone
+from labkit.prediction.tracing.decisions import Decisions
 from labkit.prediction.tracing.gpu import OnTracedDevice, without_gpus
 from labkit.prediction.tracing.guard import Refusals, Refused
 from labkit.prediction.tracing.rank import reported
@@ -61,8 +62,9 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
 
     `request` has `arguments` (a script, or `-m` and a module, and its arguments), `folder`, the working folder,
     `environment`, `ranks`, their number, `gpus`, whether each of them has a GPU, `limit` in seconds, and `number`, what
-    the script reads from an integer without data. The result also has `number_read`, the line that read one first, or
-    an empty text. Raises `Untraceable`.
+    the script reads from an integer without data, and `contrary`, whether what it compares other numbers with has the
+    contrary result. The result also has `number_read` and `decided`, the lines that first read an integer and compared
+    another number, or empty texts. Raises `Untraceable`.
     """
     os.environ.clear()
     os.environ.update(request["environment"], CUDA_VISIBLE_DEVICES="")
@@ -73,6 +75,8 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     tape = Tape(request["gpus"])
     tape.keeps_kernels = tape.computes_numbers = True
     tape.number = request["number"]
+    decisions = Decisions(request["contrary"])
+    decisions.follow()
     world.join(rank, request["ranks"])
     works_alone(tape)
     if request["gpus"]:
@@ -110,8 +114,9 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     own = sorted(
         path for path in read if path.startswith("/") and not path.startswith((*_LIBRARIES, "/proc/", "/dev/"))
     )
-    number_read = _place(tape.first_read) if tape.first_read else ""
-    return steps.newest() | {"ended": early, "read": own, "number_read": number_read}
+    lines = {"number_read": tape.first_read, "decided": decisions.first}
+    places = {name: _place(frames) if frames else "" for name, frames in lines.items()}
+    return steps.newest() | {"ended": early, "read": own} | places
 
 
 class TapeClock(CpuClock):
