@@ -125,10 +125,10 @@ def _own_traces(ranks: Iterable[int], spec: Spec, cancelled: Callable[[], bool])
 
     def depends(rank: int, other: Mapping[str, Any]) -> bool:
         try:
-            trace = _results("script's trace", [rank], spec, _own(spec) | other, cancelled)[rank]
+            trace = _results("script's trace", [rank], spec, {**_own(spec), **other}, cancelled)[rank]
         except TraceFailed:
             return True
-        return trace["step"]["peak"] != found[rank]["step"]["peak"] or trace["calls"] != found[rank]["calls"]
+        return bool(trace["step"]["peak"] != found[rank]["step"]["peak"] or trace["calls"] != found[rank]["calls"])
 
     for rank, line in [*read.items()][:1]:
         if depends(rank, {"number": _OTHER}):

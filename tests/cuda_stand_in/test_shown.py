@@ -43,6 +43,12 @@ def test_doctor(machine, line, said, on_machine, asked_anew):
     assert found.level == level and words in found.says, found
 
 
+def test_doctor_without_a_connection_between_gpus(on_machine, asked_anew):
+    on_machine("t4x2", nccl_error="socketStartConnect: Connect to 10.0.0.1<40001> failed : Connection refused")
+    found = doctor.all_reduce()
+    assert found.level == "broken" and "NCCL_DEBUG=INFO" in found.fix
+
+
 def test_memory_of_a_run_is_drawn_and_captured(on_machine):
     on_machine("t4x2")
     run = check(warm_run("ddp", workload="mlp", **ASKED), ASKED["steps"])

@@ -130,6 +130,12 @@ def test_t4_has_no_bf16(monkeypatch):
     assert "bf16" in doctor.precision().says
 
 
+def test_several_gpus_need_nccl(monkeypatch):
+    having(monkeypatch, T4, T4, nccl=False)
+    check = doctor.backends()
+    assert check.level == "degraded" and check.says == "gloo; several GPUs need nccl"
+
+
 def test_torch_that_cannot_be_imported_or_is_too_old(monkeypatch):
     having(monkeypatch, error="OSError: libcudart.so.13: cannot open shared object file")
     for check in (doctor.torch(), doctor.backends(), doctor.all_reduce()):

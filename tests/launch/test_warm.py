@@ -126,20 +126,32 @@ def test_a_folder_with_wrong_permissions_is_not_used(place, ends):
     assert warm_start().level == "degraded" and "cannot be used" in warm_start().says
 
 
-def test_a_server_that_refused_to_serve_is_named_with_the_reason(place, ends, monkeypatch, tmp_path):
-    """A library whose import starts a thread: a process with threads must not fork."""
+@pytest.mark.parametrize(
+    ("imported", "reason"),
+    [
+        (
+            "threading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "it must have one thread, but its imports started 1 more",
+        ),
+        (
+            "pathlib.Path.readlink = lambda path: pathlib.Path('/dev/nvidia0')",
+            "it must not open a GPU, but its imports did",
+        ),
+    ],
+)
+def test_a_server_that_refused_to_serve_is_named_with_the_reason(place, ends, monkeypatch, tmp_path, imported, reason):
+    """A library whose import starts a thread, or opens a GPU: neither survives a fork."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys, threading\nif 'labkit.launch.warm.server' in sys.orig_argv:\n"
-        "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        f"import pathlib, sys, threading\nif 'labkit.launch.warm.server' in sys.orig_argv:\n    {imported}\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     client._start_server(local.standing_environment())  # returns when the server has ended
-    reason = client.about().reason
-    assert reason.startswith("the warm server refused to serve (process ")
-    assert reason.endswith(f" of {sys.executable}): it must have one thread, but its imports started 1 more")
+    said = client.about().reason
+    assert said.startswith("the warm server refused to serve (process ")
+    assert said.endswith(f" of {sys.executable}): {reason}")
     check = warm_start()
-    assert (check.level, check.says) == ("degraded", reason)
-    assert how(started(ends)) == ("cold", reason)
+    assert (check.level, check.says) == ("degraded", said)
+    assert how(started(ends)) == ("cold", said)
 
 
 def test_a_socket_of_another_user_is_rejected(place, monkeypatch):
