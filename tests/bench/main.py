@@ -23,7 +23,7 @@ from bench.fuzz import hostile
 from bench.killed_training import training_kills
 from bench.kills import kill_matrix
 from bench.long_run import memory_growth, memory_growth_control
-from bench.predictions import predictions
+from bench.predictions import predictions, ranges
 from bench.responsiveness import burst, clients, importing, latency, long_runs, opening
 from bench.results import Result
 from bench.runs import generated_scripts, one_server, overhead, profiled, scaling, traceml, warm_starts
@@ -49,6 +49,7 @@ BENCHES: tuple[Callable[..., list[Result]], ...] = (
     generated_scripts,
     scaling,
     predictions,
+    ranges,
     kill_matrix,
     training_kills,
     clients,

@@ -35,7 +35,19 @@ _CASES = (
     *((strategy, "cnn", 4) for strategy in ("ddp", "fsdp2", "fsdp2_tp", "pp_ddp")),
     *(("pp", workload, 2, schedule) for workload in ("cnn", "gpt") for schedule in V_SHAPED),
 )
-
+# Cases of other sizes, options and batches, on which nothing was chosen.
+_UNSEEN: tuple[dict[str, Any], ...] = (
+    {"strategy": "ddp", "workload": "gpt", "options": {"size": "10M"}, "batch_size": 4},
+    {"strategy": "fsdp2", "workload": "gpt", "options": {"context": 256}, "batch_size": 6},
+    {"strategy": "zero1", "workload": "cnn", "options": {"accumulate": 2}, "batch_size": 48},
+    {"strategy": "ddp", "workload": "moe", "batch_size": 7},
+    {"strategy": "ep", "workload": "moe", "batch_size": 12},
+    {"strategy": "cp", "workload": "gpt", "options": {"context": 512}, "batch_size": 3},
+    {"strategy": "tp", "workload": "gpt", "batch_size": 10},
+    {"strategy": "pp", "workload": "mlp", "batch_size": 96},
+    {"strategy": "fsdp", "workload": "cnn", "batch_size": 20},
+    {"strategy": "dp", "workload": "cnn", "batch_size": 40},
+)
 _Case = tuple[Any, ...]
 _Found = dict[_Case, list[tuple[Outcome, ...]]]  # the outcome of each rank, in each round
 
@@ -51,6 +63,24 @@ def predictions() -> list[Result]:
             for case in _CASES:
                 found[case].append(_outcomes(*case))
     return _figures(found)
+
+
+def ranges() -> list[Result]:
+    """Steps of cases on which nothing was chosen vs. the ranges stated before: how many are in them, and the errors."""
+    within, errors = list[float](), list[float]()
+    for _ in range(_ROUNDS):
+        with _empty_cache():
+            store(calibrate(plan(2), seconds=_SECONDS))
+            for case in _UNSEEN:
+                spec = with_ranks(Spec(nproc=2, steps=_STEPS, device="cpu", **case))
+                time = timed(spec, predict(spec)).time
+                measured = max(one.step_measured for one in _measured(spec))
+                within.append(float(time.low <= measured <= time.high))
+                errors.append(abs(100 * (time.seconds / measured - 1)))
+    return [
+        Result("steps in their range, of which 80 % should be", statistics.fmean(within), "", "0.8", tuple(within)),
+        Result("error of an unseen step, without sign", statistics.median(errors), "%", "", tuple(errors)),
+    ]
 
 
 @contextmanager
@@ -71,10 +101,15 @@ def _outcomes(strategy: str, workload: str, ranks: int, schedule: str = "") -> t
     options = {"schedule": schedule} if schedule else {}
     spec = with_ranks(Spec(strategy, workload, nproc=ranks, steps=_STEPS, device="cpu", options=options))
     timed(spec, predict(spec))
+    return _measured(spec)
+
+
+def _measured(spec: Spec) -> tuple[Outcome, ...]:
+    """The outcomes of a run. Raises `RuntimeError` if no step was measured."""
     ended = run(spec).wait()
     found = outcomes(ended.state)
     if not found or any(one.step_measured is None for one in found):
-        raise RuntimeError(f"no step of {spec.strategy} on {workload} was measured: the run is {ended.words}")
+        raise RuntimeError(f"no step of {spec.strategy} on {spec.workload} was measured: the run is {ended.words}")
     return found
 
 
