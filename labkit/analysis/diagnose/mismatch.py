@@ -120,7 +120,7 @@ def mismatch(state: RunState) -> Iterator[Finding]:
     events = {
         rank.rank: event for rank in state.ranks.values() if (event := rank.error or waits.get(rank.rank)) is not None
     }
-    differ = _apart({number: operations(event) for number, event in events.items()}, different_ops=failed)
+    differ = _difference({number: operations(event) for number, event in events.items()}, different_ops=failed)
     if reported is None and differ is None:
         return
     parts = apart(state)
@@ -190,7 +190,7 @@ def _stuck(state: RunState) -> bool:
     return blames_peers(failure) if failure is not None else bool(waiting(state))
 
 
-def _apart(ops: Mapping[int, list[Call]], different_ops: bool) -> str | None:
+def _difference(ops: Mapping[int, list[Call]], different_ops: bool) -> str | None:
     """Two ranks whose collectives of one number in one group differ: in shape, or, with `different_ops`, also in the
     operation.
     """
