@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
+import re
 import threading
 import time
 import weakref
@@ -27,6 +28,8 @@ from labkit.record.writer import sent
 
 _SET_BACK = 1_000_000_000  # ns; an earlier entry with a time later by more than this means that the clock was set
 _NEWEST = 24  # maximum number of collectives reported when a rank waits
+_COALESCED = ":coalesced"
+_MESSAGE = re.compile(r":(send|recv) \d+(?:->|<-)(\d+)$")  # of two ranks of the group, the second is the peer
 _SIZES = {
     "Double": 8,
     "Long": 8,
@@ -81,9 +84,13 @@ class FlightRecorder:
         """
         if not (dist.is_available() and dist.is_initialized()):
             return list(self._last)
-        collectives = self._guard(_newest, self.entries() or []) or []
+        entries = self.entries() or []
+        collectives = self._guard(_newest, entries) or []
         in_collective = any(not op["over"] for op in collectives)
-        return [*collectives, *(self._guard(self.messages.awaited, in_collective) or [])]
+        messages = self._guard(self.messages.awaited, in_collective)
+        if not messages and not in_collective:
+            messages = self._guard(_pending_messages, entries)
+        return [*collectives, *(messages or [])]
 
     def sequences(self) -> list[dict[str, Any]]:
         """Per group the stored collectives in the order of their calls (see `events.Sequence`)."""
@@ -138,6 +145,22 @@ def _newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found[-_NEWEST:]
 
 
+def _pending_messages(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The sends and receives of NCCL that have not completed, the oldest first. The functions that start them return at
+    once, and the script waits for the device later. Of those in a coalesced group NCCL does not record the end."""
+    found: list[dict[str, Any]] = []
+    for entry in sorted(entries, key=lambda entry: entry["record_id"]):
+        group, called = entry["process_group"] or ("", "")
+        if entry["profiling_name"].endswith(_COALESCED):
+            found = [message for message in found if message["id"] != group]
+        kind = _MESSAGE.search(entry["profiling_name"])
+        if entry["is_p2p"] and kind and not (entry["retired"] or entry["state"] == "completed"):
+            op, peer = kind[1], _members(group)[int(kind[2])]
+            message = {"op": op, "group": called or group, "id": group, "ranks": [], "peer": peer, "tag": 0}
+            found.append(message | {"sizes": entry["input_sizes"], "over": False})
+    return found[:_NEWEST]
+
+
 def _sequences(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     main = threading.main_thread()
@@ -189,7 +212,7 @@ def since_then(entries: list[dict[str, Any]] | None, since: int, now: int | None
 def _is_collective(entry: Mapping[str, Any]) -> bool:
     """Whether an entry is a collective: no message, and not the end of a coalesced group, of which NCCL also records
     each operation."""
-    return not entry["is_p2p"] and entry["process_group"] and not entry["profiling_name"].endswith(":coalesced")
+    return not entry["is_p2p"] and entry["process_group"] and not entry["profiling_name"].endswith(_COALESCED)
 
 
 def described(entry: dict[str, Any]) -> dict[str, Any]:

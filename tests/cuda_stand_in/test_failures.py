@@ -58,3 +58,9 @@ def test_a_hang_is_found_before_nccls_watchdog_ends_it(tmp_path):
     words = failed(text, tmp_path, hang_after=4)
     assert "rank 0 waited" in words and "rank 1 never reached it" in words
     assert "NCCL's watchdog ended the process" in words
+
+
+def test_sends_that_wait_for_each_other_are_a_cycle(tmp_path):
+    text = "dist.send(tensor, 1 - rank)\ntorch.cuda.synchronize()\ndist.recv(tensor, 1 - rank)\n"
+    words = failed(text, tmp_path, hang_after=4)
+    assert "rank 0 waits to send to 1, 1 to 0 at train.py:14" in words and "sends before it receives" in words
