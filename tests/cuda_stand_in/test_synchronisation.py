@@ -11,11 +11,26 @@ from pathlib import Path
 import pytest
 from conftest import warm_run
 
+from labkit.record.events import Input
+
 SCRIPT = Path(__file__).parent / "scripts" / "counting.py"
 WAITS, QUERIES, CREATED, DESTROYED, ASKED = slice(0, 3), 3, 4, 5, 6
 FIRST = 15  # steps after which nothing is new to the probe
 EVERY = 10
 WAITS_OF_A_PROFILE = {EVERY - 1: 1, 0: 2}  # one before the step that is profiled; the probe's and torch's after it
+
+# A graph is being captured in the second and third step: nothing may be asked of the device then.
+CAPTURING = """
+import torch
+step = 0
+torch.cuda.is_current_stream_capturing = lambda: step in (1, 2)
+model = torch.nn.Linear(4, 4, device="cuda")
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(8):
+    model(torch.full((2, 4), float(step), device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 
 def counted(output: str) -> list[list[int]]:
@@ -53,3 +68,12 @@ def test_memory_is_not_queried_from_the_driver(observed):
 def test_events_are_used_again(observed):
     kept = sum(step[CREATED] - step[DESTROYED] for step in observed)
     assert kept < len(observed) / 2  # a mark of each phase would be several per step
+
+
+def test_inputs_are_read_after_a_graph_was_captured(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(CAPTURING)
+    state = warm_run(script, nproc=2, device="cuda").state
+    assert state.status.state == "finished" and not state.unwatched
+    digests = [seen.digest for seen in state.ranks[0].saw if isinstance(seen, Input)]
+    assert len(digests) == 3 and all(digests)
