@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _LIMIT = 30.0  # seconds in which a command of Slurm answers, also if the controller is busy
+_PAUSES = (0.0, 0.3, 1.0, 2.0, 4.0)  # seconds before each attempt to cancel a job
 _FIELDS = {"state": "JobState", "reason": "Reason", "nodes": "NodeList", "code": "ExitCode", "limit": "TimeLimit"}
 ENDED = (
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"),
@@ -44,9 +46,15 @@ def job_of(number: int) -> dict[str, Any] | None:
 
 
 def cancel(number: int, batch: Path | None = None) -> None:
-    """Cancels a job; with `batch`, only if that is its batch file, because the content of a run folder proves
-    nothing."""
-    if batch is None or is_batch_file(job_of(number), batch):
+    """Cancels a job, and asks again if Slurm did not answer or the job continues; with `batch`, only if that is its
+    batch file, because the content of a run folder proves nothing."""
+    for pause in _PAUSES:
+        time.sleep(pause)
+        job = job_of(number)
+        if job is None:
+            continue
+        if job["state"] in (*ENDED, "COMPLETING") or (batch is not None and not is_batch_file(job, batch)):
+            return
         asked(["scancel", str(number)])
 
 

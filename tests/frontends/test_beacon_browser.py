@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from browser import HEADER, RUN_TIMEOUT, open_notebook, picture, see, sync_api
+from browser import HEADER, RUN_TIMEOUT, command, open_notebook, picture, see, sync_api
 from conftest import wait_until
 from fabricate import FakeRun
 from hostile import Beacon, beacon, full_run
@@ -148,7 +148,7 @@ def test_neither_in_the_panel_and_its_figures(page, jupyter, asked):
     folder = full_run(jupyter.runs, asked.text)
     (jupyter.work / "labs" / "hostile.py").write_text(NOTEBOOK)
     open_notebook(page, jupyter, "labs/hostile.py")
-    page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => null)")
+    command(page, "notebook:run-all-cells")
     panel = page.locator(".labkit", has=page.locator(".labkit-run"))
     panel.wait_for(timeout=RUN_TIMEOUT)
     see(panel)

@@ -212,16 +212,28 @@ def chromium() -> Iterator[sync_api.Browser]:
 # ---- what a test does with a page
 
 
+# The first request of a page is sometimes lost between JupyterLab and its server: a cell would wait for ever.
+_ANSWERS = """async () => {
+    const kernel = window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel;
+    if (kernel?.status !== "idle") return false;
+    const answer = kernel.requestExecute({ code: "", silent: true }).done.then(() => true);
+    return Promise.race([answer, new Promise(done => setTimeout(() => done(false), 5000))]);
+}"""
+# JavaScript has no time limit of its own.
+_EXECUTE = """([name, given, limit]) => Promise.race([
+    window.jupyterapp.commands.execute(name, given).then(() => null),
+    new Promise((_, fail) => setTimeout(() => fail(new Error(`${name} has not ended`)), limit)),
+])"""
+
+
 def open_notebook(page: sync_api.Page, jupyter: Jupyter, path: str) -> None:
     page.goto(jupyter.file(path))
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    kernel = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel"
-    page.wait_for_function(f"{kernel}?.status === 'idle'", timeout=60_000)
+    wait_until(lambda: page.evaluate(_ANSWERS), 60)
 
 
 def command(page: sync_api.Page, name: str, **arguments: str) -> None:
-    execute = "([name, given]) => window.jupyterapp.commands.execute(name, given).then(() => null)"
-    page.evaluate(execute, [name, arguments])
+    page.evaluate(_EXECUTE, [name, arguments, 5 * RUN_TIMEOUT])
 
 
 def in_the_kernel(page: sync_api.Page, code: str) -> None:
