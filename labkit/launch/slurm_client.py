@@ -46,9 +46,12 @@ def job_of(number: int) -> dict[str, Any] | None:
 
 
 def cancel(number: int, batch: Path | None = None) -> None:
-    """Cancels a job, and asks again if Slurm did not answer or the job continues; with `batch`, only if that is its
-    batch file, because the content of a run folder proves nothing."""
+    """Cancels a job, and asks again, for `_LIMIT` seconds at most, if Slurm did not answer or the job continues; with
+    `batch`, only if that is its batch file, because the content of a run folder proves nothing."""
+    last = time.monotonic() + _LIMIT
     for pause in _PAUSES:
+        if time.monotonic() > last:
+            return
         time.sleep(pause)
         job = job_of(number)
         if job is None:

@@ -226,6 +226,7 @@ class StepSampler:
         """Discards the current profile, because its step is not a typical one or the script ends."""
         if self._profiler is not None:
             self._stop()
+            self._memory.batches.changes()  # they are not noted any longer
             self._snapshots.end()
 
     def _creating(self, original: Callable[..., None]) -> Callable[..., None]:

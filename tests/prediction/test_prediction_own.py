@@ -185,7 +185,6 @@ for step in range(6):
 dist.destroy_process_group()
 """
 
-# A pipeline whose stages know their shapes.
 # The hook keeps DDP's bucket until the next step.
 HOOKED = """
 import torch, torch.distributed as dist
@@ -261,6 +260,7 @@ for step in range(8):
     optimizer.step()
 """
 
+# A pipeline whose stages know their shapes.
 STAGES = """
 import torch, torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe

@@ -183,7 +183,7 @@ class Board {
         const { box, dirty } = chart;
         if (!dirty) continue;
         if (box.clientWidth && box.clientHeight) this.draw(chart);
-        else {
+        else if (!box.clientWidth && !box.clientHeight) {
           this.resizing.unobserve(box);
           this.resizing.observe(box);
         }
