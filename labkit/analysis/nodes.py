@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # ---- the clocks of hosts
 
 
-_MUTUAL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")  # none ends before all have begun it
+MUTUAL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")  # none ends before all have begun it
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def moments(one: Timeline, which: Literal["start", "end"]) -> dict[tuple[Any, ..
     return {
         (call.group, *(call.ranks or ()), call.seq): one.t0 + (call.start if which == "start" else call.end)
         for call in one.comm
-        if call.seq and call.op in _MUTUAL
+        if call.seq and call.op in MUTUAL
     }
 
 

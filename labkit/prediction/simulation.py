@@ -114,7 +114,7 @@ class _Rank:
     began: float = 0.0
     left: float = 0.0  # seconds of computation
     waits: _Operation | None = None
-    own: dict[int, tuple[str, _Operation]] = field(default_factory=dict)  # of this step, by number: its name here
+    own: dict[int, tuple[Start, _Operation]] = field(default_factory=dict)  # of this step, by number
     pieces: list[tuple[str, float, float, bool]] = field(default_factory=list)  # phase, start, end, computed
     since: float = 0.0
     phase: str = ""
@@ -212,7 +212,7 @@ class _Simulation:
             mine = _Operation(item.bytes, parties, *self._delay_and_seconds(item, members))
             self._open[key].append(mine)
         mine.started[number] = self._time
-        rank.own[item.number] = item.op, mine
+        rank.own[item.number] = item, mine
         if len(mine.started) == mine.parties:
             self._open[key].remove(mine)
             self._queues[key].append(mine)
@@ -304,7 +304,13 @@ def _timeline(rank: _Rank, number: int, end: float) -> PredictedTimeline:
         else:
             busy.append((start, stop))
     comm = [
-        Call(op, operation.started[number] - rank.began, min(operation.end, end) - rank.began, operation.bytes)
-        for op, operation in rank.own.values()
+        Call(
+            start.op,
+            operation.started[number] - rank.began,
+            min(operation.end, end) - rank.began,
+            operation.bytes,
+            ranks=[*start.ranks],
+        )
+        for start, operation in rank.own.values()
     ]
     return PredictedTimeline(end - rank.began, phases, comm, busy, dict(exposed))

@@ -283,6 +283,11 @@ class Messages:
             **{"peer": peer, "tag": given.get("tag") or 0, "sizes": [list(tensor.shape)], "over": False},
         }
 
+    @property
+    def peer(self) -> int | None:
+        """The other end of the message that has just begun; None if any rank may have sent it."""
+        return self._blocking["peer"] if self._blocking else None
+
     def ends(self, work: Any) -> None:
         """The function has returned, with a Work if it was isend or irecv."""
         message, self._blocking = self._blocking, None
@@ -366,7 +371,9 @@ class TrafficWatch:
                     self._calls += 1
                     self._sent += size
                 if self._passed is not None:
-                    self._passed.append({"op": "send" if sends else "recv", "bytes": size})
+                    peer = self._recorder.messages.peer
+                    ranks = None if peer is None else [peer]
+                    self._passed.append({"op": "send" if sends else "recv", "bytes": size, "ranks": ranks})
             self._depth += 1
             try:
                 work = original(tensor, *args, **kwargs)

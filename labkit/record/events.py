@@ -437,7 +437,7 @@ class Traffic(OfRank, tag_field="kind", tag="traffic"):
 
 class Call(Recorded, array_like=True):
     """A collective of a profiled step: operation, start and end, and if known the bytes of its payload, its group, the
-    ranks of the group, and its number in it."""
+    ranks of the group (of a message: its other end), and its number in it."""
 
     op: Name
     start: Seconds

@@ -198,7 +198,7 @@ class _Cells:
             named = _RUN.match("".join(data.get("text/plain", "")))
             state = self._state(named[1]) if named else None
             return (
-                self.plots.charts(state)
+                self.plots.machine(state) + self.plots.charts(state)
                 if state
                 else self.plots.add(data[_PLOTLY], clean.clean(html) if "<svg" in html else "")
             )

@@ -27,6 +27,7 @@ from labkit.common.text import escape, visible, visible_line, visible_log
 from labkit.figures import colours, rank_colour
 from labkit.figures.as_plotly import inert
 from labkit.figures.controls import CONFIG
+from labkit.figures.machine import as_json, film, stills
 from labkit.frontends.handout.execute import write
 from labkit.plan.script import write_script
 from labkit.plan.spec import SpecError
@@ -50,6 +51,7 @@ class Plots:
 
     def __init__(self) -> None:
         self._figures: list[dict[str, Any]] = []
+        self._films: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
         return len(self._figures)
@@ -71,6 +73,17 @@ class Plots:
             f' aria-label="{label}"><div class="still">{still}{waits}</div></figure>'
         )
 
+    def machine(self, state: RunState) -> str:
+        """The picture of the machine, which moves if the run has a profiled or predicted step: its key frames, and the
+        place for the film."""
+        shown = film(state)
+        if len(shown.frames) < 2:
+            return ""
+        self._films.append(as_json(shown))
+        return (
+            f'<div class="machine" data-film="{len(self._films) - 1}"><div class="stills">{stills(state)}</div></div>'
+        )
+
     def charts(self, state: RunState) -> str:
         """The placeholders of all charts of a run, including those of profiled steps if there are any."""
         places = []
@@ -86,6 +99,10 @@ class Plots:
     def block(self) -> str:
         """The data of all figures: JSON, gzip, base64."""
         return packed(json.dumps(self._figures, separators=(",", ":"), allow_nan=False))
+
+    def films(self) -> str:
+        """The films of machines, in the same form."""
+        return packed(json.dumps(self._films, separators=(",", ":"), allow_nan=False))
 
 
 def packed(text: str) -> str:
@@ -232,6 +249,7 @@ def _lines(number: int) -> str:
 
 
 HERE = Path(__file__).parent
+STAGE = HERE.parent / "panel" / "static" / "machine.js"
 TEMPLATES = HERE / "templates"
 
 
@@ -262,6 +280,7 @@ class Page:
                 css=Markup((HERE / "static" / "handout.css").read_text(encoding="utf-8")),
                 js=Markup(js),
                 figures=Markup(self.plots.block()) if len(self.plots) else "",
+                films=Markup(self.plots.films()),
                 plotly=Markup(_plotly()),
             )
         )
@@ -282,8 +301,10 @@ def _plotly() -> str:
 
 
 def _program() -> str:
-    """The page's own script, which replaces the two greys of the charts by the theme's colours."""
-    source = (HERE / "static" / "handout.js").read_text(encoding="utf-8")
+    """The page's own script, which replaces the two greys of the charts by the theme's colours, after the player of the
+    machine's picture."""
+    parts = STAGE, HERE / "static" / "handout.js"
+    source = "\n".join(part.read_text(encoding="utf-8") for part in parts)
     source = source.replace("%INK%", colours.INK).replace("%GRID%", colours.GRID)
     return source.replace("%CONFIG%", json.dumps(CONFIG))
 

@@ -130,7 +130,7 @@ def run_page(folder: RunFolder) -> Page:
     found = findings(state)
     parts = {
         "Findings": findings_html(found) if found else "<p>No problem found.</p>",
-        "Figures": plots.charts(state),
+        "Figures": plots.machine(state) + plots.charts(state),
         "Ranks": ranks_html(folder.name, state),
         "Communication": ledger_html(ledger(state)),
         "Logs": page.logs(folder, state),

@@ -30,9 +30,9 @@ STATIC = Path(__file__).parent / "static"
 _ATTEMPTS = 5  # to open a widget again: in some clients its messages may never arrive
 
 
-def program(name: str) -> str:
-    """The source of a program in `static/`, for the `_esm` of a `HandshakeWidget`."""
-    return "\n".join((STATIC / part).read_text(encoding="utf-8") for part in ("handshake.js", name))
+def program(*names: str) -> str:
+    """The source of a program whose parts are in `static/`, for the `_esm` of a `HandshakeWidget`."""
+    return "\n".join((STATIC / part).read_text(encoding="utf-8") for part in ("handshake.js", *names))
 
 
 class HandshakeWidget(anywidget.AnyWidget):
@@ -156,7 +156,7 @@ def _more(page: _Page, chart: Chart) -> dict[str, Any] | None:
     return more if any(more.values()) else None
 
 
-# ---- the widget
+# ---- the widgets
 
 
 _PATIENCE = 8.0  # seconds to wait for a page's answer before plain SVG is shown
@@ -165,7 +165,13 @@ _SVG_POINTS = 100  # per line: an SVG is sent whole at every update
 
 
 def _live(name: str) -> Callable[[RunState], Chart | None]:
-    return lambda state: figures.chart(name, state) if name in figures.live(state) else None
+    """The chart of a run that has data for it: axes without data say nothing."""
+
+    def made(state: RunState) -> Chart | None:
+        chart = figures.chart(name, state) if name in figures.live(state) else None
+        return chart if chart and (any(any(bars.values) for bars in chart.bars) or any(map(len, chart.lines))) else None
+
+    return made
 
 
 LIVE = {name: _live(name) for name in (*figures.LIVE, "experts")}
@@ -188,34 +194,39 @@ class _ChartsWidget(HandshakeWidget):
     plotly_config = traitlets.Dict(CONFIG).tag(sync=True)
 
 
-class Charts:
-    """Live charts of one run: a mapping from a name to the function that builds the chart from the state, or returns
-    None if the run has none.
+class Live:
+    """A widget with a program that draws a state, and plain SVG for a client in which no page answers.
 
-    Display `widget`; `draw` updates it to a state, from any thread.
+    Display `widget`; `draw` updates it to a state, from any thread. A subclass says what is sent (`_message`, None if
+    nothing has changed; `_restart` makes the next one whole), and what the plain SVG is.
 
     `lock` (an `RLock`) is held while a state is read; hold it while changing the state that was drawn last.
     """
 
-    def __init__(
-        self,
-        charts: Mapping[str, Callable[[RunState], Chart | None]] = LIVE,
-        lock: AbstractContextManager[Any] | None = None,
-    ) -> None:
-        import plotly
-
-        self.page = _ChartsWidget(plotly_version=plotly.__version__)
+    def __init__(self, page: HandshakeWidget, lock: AbstractContextManager[Any] | None = None) -> None:
+        self.page = page
         self.page.on_msg(self._heard)
         self.plain = ipywidgets.HTML(layout={"display": "none"})
         self.widget = ipywidgets.VBox([self.page.box, self.plain])
-        self.widget.add_class("labkit-board")
         self._lock = lock or threading.RLock()
-        self._charts = charts
-        self._feed = Feed(charts)
         self._state = RunState()
         self._shown: float | None = None
         self._here = self._ready = False
         self._next_svg = 0.0
+        self._answers: dict[str, Callable[[], None]] = {
+            "pong": self._is_here,
+            "ready": self._send_all,
+            "failed": self._has_failed,
+        }
+
+    def _message(self, state: RunState) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+    def _restart(self) -> None:
+        raise NotImplementedError
+
+    def _plain(self, state: RunState) -> str:
+        raise NotImplementedError
 
     def shown(self) -> None:
         """Call this when the widget is displayed: from then on it waits for a page."""
@@ -227,7 +238,7 @@ class Charts:
     def restart(self, state: RunState) -> None:
         """Shows another run."""
         with self._lock:
-            self._feed.restart()
+            self._restart()
             self.draw(state)
 
     def redraw(self) -> None:
@@ -236,19 +247,17 @@ class Charts:
             self.draw(self._state, final=True)
 
     def draw(self, state: RunState, final: bool = False) -> None:
-        """Updates the page to `state`: sends new points only. Plain SVG is updated once per second and if `final`."""
+        """Updates the page to `state`: sends what is new. Plain SVG is updated once per second and if `final`."""
         with self._lock:
             self._state = state
             if self._ready:
-                message = self._feed.message(state)
+                message = self._message(state)
                 if message:
                     self.page.send(message)
             elif self.is_plain and (final or time.monotonic() >= self._next_svg):
                 self._next_svg = time.monotonic() + _SVG_SECONDS
                 self.plain.layout.display = ""
-                charts = filter(None, (make(state) for make in self._charts.values()))
-                pictures = "".join(f"<div>{drawing(chart.drawn(_SVG_POINTS), 560, 220)}</div>" for chart in charts)
-                self.plain.value = f'<div class="labkit-plain">{pictures}</div>'
+                self.plain.value = f'<div class="labkit-plain">{self._plain(state)}</div>'
 
     @property
     def is_plain(self) -> bool:
@@ -257,13 +266,7 @@ class Charts:
 
     def _heard(self, _, message, buffers) -> None:
         # Answered in a thread: a thread that holds the lock to read a long run must not block the kernel.
-        answers = {
-            "pong": self._is_here,
-            "plotly": self._send_plotly,
-            "ready": self._send_all,
-            "failed": self._has_failed,
-        }
-        answer = answers.get(message.get("kind"))
+        answer = self._answers.get(message.get("kind"))
         if answer:
             threading.Thread(target=answer, daemon=True).start()
 
@@ -272,15 +275,11 @@ class Charts:
             self._here = True
             self.plain.layout.display = "none"
 
-    def _send_plotly(self) -> None:
-        _, packed = _plotly()
-        self.page.send({"kind": "plotly"}, [packed])
-
     def _send_all(self) -> None:
         with self._lock:
             self._is_here()  # again, if plotly.js has arrived after "failed"
             self._ready = True
-            self._feed.restart()
+            self._restart()
             self.draw(self._state)
 
     def _has_failed(self) -> None:
@@ -288,3 +287,35 @@ class Charts:
             self._here = self._ready = False
             self._shown = time.monotonic() - 2 * _PATIENCE
             self.redraw()
+
+
+class Charts(Live):
+    """Live charts of one run: a mapping from a name to the function that builds the chart from the state, or returns
+    None if the run has none."""
+
+    def __init__(
+        self,
+        charts: Mapping[str, Callable[[RunState], Chart | None]] = LIVE,
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        import plotly
+
+        super().__init__(_ChartsWidget(plotly_version=plotly.__version__), lock)
+        self.widget.add_class("labkit-board")
+        self._charts = charts
+        self._feed = Feed(charts)
+        self._answers["plotly"] = self._send_plotly
+
+    def _message(self, state: RunState) -> dict[str, Any] | None:
+        return self._feed.message(state)
+
+    def _restart(self) -> None:
+        self._feed.restart()
+
+    def _plain(self, state: RunState) -> str:
+        charts = filter(None, (make(state) for make in self._charts.values()))
+        return "".join(f"<div>{drawing(chart.drawn(_SVG_POINTS), 560, 220)}</div>" for chart in charts)
+
+    def _send_plotly(self) -> None:
+        _, packed = _plotly()
+        self.page.send({"kind": "plotly"}, [packed])

@@ -16,9 +16,11 @@ from labkit.analysis.diagnose import findings
 from labkit.analysis.ledger import ledger
 from labkit.analysis.summary import summarise
 from labkit.figures.controls import CONFIG
+from labkit.figures.machine import stills
 from labkit.figures.tables import findings_html, ledger_html, ranks_html
-from labkit.frontends.panel.charts import STATIC, Charts
+from labkit.frontends.panel.charts import STATIC, Charts, Live
 from labkit.frontends.panel.logs import Logs
+from labkit.frontends.panel.machine import MachinePicture
 from labkit.frontends.panel.predict import Before
 from labkit.frontends.panel.presentation import Presentation
 from labkit.frontends.panel.profiled import MemoryTab, TimelineTab
@@ -37,7 +39,8 @@ from labkit.runs.notebook import headless
 class StaticFigures:
     """Two empty outputs below a panel, filled with the static figures and the table of a run when it ends.
 
-    They can be updated until the page is reloaded; after that they keep their last contents, under the run's name.
+    They can be updated until the page is reloaded; after that they keep their last contents, under the run's name. They
+    are for readers without a kernel: where the panel is alive, its style sheet hides them.
     """
 
     def __init__(self) -> None:
@@ -63,7 +66,7 @@ def display_static(name: str, state: RunState) -> None:
 def figures_bundle(name: str, state: RunState) -> dict[str, Any]:
     """All charts of a run, both as plotly and as inline SVG; the notebook client shows the format it supports."""
     shown = figures.of_run(state)
-    pictures = "".join(figures.svg(name, state) for name in shown)
+    pictures = stills(state) + "".join(figures.svg(name, state) for name in shown)
     plotly = json.loads(figures.overview(state).to_json()) | {"config": CONFIG}
     text = f"{', '.join(shown)} of {name}: {state.words}"
     return {"application/vnd.plotly.v1+json": plotly, "text/html": f"<div>{pictures}</div>", "text/plain": text}
@@ -72,7 +75,8 @@ def figures_bundle(name: str, state: RunState) -> dict[str, Any]:
 def table_bundle(name: str, state: RunState) -> dict[str, Any]:
     """A run's findings, its table of ranks and its communication ledger."""
     html = findings_html(findings(state)) + ranks_html(name, state) + ledger_html(ledger(state))
-    return {"text/html": html, "text/plain": json.dumps(plain(summarise(state, name)), indent=2)}
+    told = f'<div class="labkit-static">{html}</div>'
+    return {"text/html": told, "text/plain": json.dumps(plain(summarise(state, name)), indent=2)}
 
 
 # ---- the view of one run
@@ -131,10 +135,12 @@ class RunView:
         line.add_class("labkit-line")
         self.findings = ipywidgets.VBox([line, self._diagnosis])
         self.findings.add_class("labkit-findings")
+        self.machine = MachinePicture(self._lock)
         self.charts = Charts(lock=self._lock)
         self._before = Before(chosen, self._predicted)
         self.predict, self.guess = self._before.predict, self._before.guess
-        self.live = ipywidgets.VBox([self.findings, self.guess.widget, self._before.widget, self.charts.widget])
+        above = (self.findings, self.guess.widget, self.machine.widget, self._before.widget)
+        self.live = ipywidgets.VBox([*above, self.charts.widget])
         self.live.add_class("labkit-live")
         self.logs = Logs()
         self.timeline, self.memory = (Tab(lambda: self._folder, self._lock) for Tab in (TimelineTab, MemoryTab))
@@ -153,8 +159,8 @@ class RunView:
         for charts in self._all_charts():
             charts.shown()
 
-    def _all_charts(self) -> tuple[Charts, Charts, Charts]:
-        return self.charts, self.timeline.charts, self.memory.charts
+    def _all_charts(self) -> tuple[Live, ...]:
+        return self.machine, self.charts, self.timeline.charts, self.memory.charts
 
     @property
     def recorded(self) -> bool:
@@ -312,6 +318,7 @@ class RunView:
         self._explain()
         if self._job is not None:
             self._before.draw(state)
+        self.machine.draw(state, final=state.over)
         self.charts.draw(state, final=state.over)
         self.timeline.draw(state, final=state.over)
         self.memory.draw(state, final=state.over)

@@ -1,7 +1,7 @@
 // The page's script: unpacks plotly after the text is shown, draws figures when they are near the viewport, and all of
 // them for print.
-"use strict";
 (() => {
+  "use strict";
   const root = document.documentElement;
   const PAPER = 680; // px: the width between the margins of A4 and Letter
   const HALF = 332; // px: two figures side by side
@@ -176,5 +176,20 @@
   const contents = document.querySelector("nav > details");
   if (contents && matchMedia("(max-width: 1100px)").matches) contents.open = false;
 
-  requestAnimationFrame(() => setTimeout(figures)); // show the text first
+  // ---- machines: a film of one step, which plays when the reader asks for it; its key frames are printed
+
+  async function machines() {
+    const places = [...document.querySelectorAll(".machine")];
+    if (!places.length || !window.DecompressionStream) return;
+    const films = JSON.parse(await unpacked("films"));
+    for (const place of places) {
+      const box = document.createElement("div");
+      box.className = "labkit-machine";
+      place.prepend(box);
+      new Stage(box, { ...films[Number(place.dataset.film)], moves: false });
+      place.classList.add("drawn");
+    }
+  }
+
+  requestAnimationFrame(() => setTimeout(() => machines().then(figures))); // show the text first
 })();

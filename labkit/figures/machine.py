@@ -1,0 +1,874 @@
+"""The picture of the machine: a card per rank, with its memory and what it does, and between the cards what flows.
+
+`film` computes from a state the shapes of the picture, as SVG, and how they change over one step in `FRAMES` frames:
+the newest profiled step; before it the predicted one; before that nothing moves. A page plays the frames
+(`static/machine.js`); `still` draws one of them where no script runs.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from msgspec import structs
+
+from labkit.analysis.metrics import rank_throughput, step_seconds
+from labkit.analysis.nodes import MUTUAL, ahead
+from labkit.analysis.prediction import as_profiled, predicted_timelines
+from labkit.analysis.profiled import aligned, newest
+from labkit.analysis.theory import states, theory
+from labkit.common.text import escape
+from labkit.common.units import counted, milliseconds, size
+from labkit.figures import colours
+from labkit.record.documents import PredictedStep, PredictedTimeline
+from labkit.record.events import Call, MemoryStep, Timeline
+from labkit.record.state import RunState, per_revision
+from labkit.record.writer import OWNERS
+
+Attributes = dict[str, str]
+Changes = dict[str, Attributes]  # by the name of a shape; the attribute "text" is its text
+
+FRAMES = 120  # of a film
+_MESSAGES = ("send", "recv")
+_LEAST = 3  # frames that a collective is shown, however short it was
+_BETWEEN = "other"  # the phase of what belongs to no other one
+
+
+# ---- one step of every rank
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes by owner over a step, from each of `times` (seconds) on."""
+
+    times: Sequence[float]
+    owners: Mapping[str, Sequence[float]]
+
+    @cached_property
+    def totals(self) -> list[float]:
+        """Bytes of all owners from each time on."""
+        return [sum(sizes) for sizes in zip(*self.owners.values())]
+
+    def most(self, start: float, end: float) -> dict[str, float]:
+        """Bytes by owner at the moment between two times at which their sum is largest."""
+        first = max(0, bisect_right(self.times, start) - 1)
+        last = max(first + 1, bisect_right(self.times, end))
+        index = max(range(first, last), key=self.totals.__getitem__)
+        return {owner: sizes[index] for owner, sizes in self.owners.items()}
+
+
+@dataclass(frozen=True)
+class Communication:
+    """A collective or message of a step: its ranks, and when the last of them began it."""
+
+    call: Call
+    ranks: tuple[int, ...]
+    all_began: float
+
+    def waits(self, moment: float) -> bool:
+        """Whether the rank waits for another one at a moment within the call."""
+        return self.call.op == "recv" or (self.call.op in MUTUAL and moment < self.all_began)
+
+
+@dataclass(frozen=True)
+class Acted:
+    """One step of one rank, on the axis that all ranks share: when it computed what, and its communication."""
+
+    timeline: Timeline
+    comm: list[Communication]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One step of all `ranks`, of `seconds`, and what it is, in words; if it is not `timed`, operations are counted
+    instead. Without a step, `acted` is empty, and `held` has one moment: what each rank holds, or will hold by formula.
+    `on_one` is the number of ranks of a node."""
+
+    ranks: int
+    on_one: int
+    what: str = ""
+    seconds: float = 0.0
+    timed: bool = True
+    acted: Mapping[int, Acted] = field(default_factory=dict)
+    held: Mapping[int, Held] = field(default_factory=dict)
+
+    @cached_property
+    def moments(self) -> list[float]:
+        """When the frames begin, and when the last one ends; one frame if nothing moves."""
+        moves = self.acted or any(len(held.times) > 1 for held in self.held.values())
+        return [self.seconds * number / FRAMES for number in range(FRAMES + 1)] if moves else [0.0, 0.0]
+
+    @cached_property
+    def most(self) -> float:
+        """The most bytes that a rank holds; 1 if nothing is known."""
+        return max((max(held.totals) for held in self.held.values()), default=0.0) or 1.0
+
+    @cached_property
+    def peak(self) -> int:
+        """The frame in which all ranks together hold most."""
+        held = [
+            sum(sum(each.most(start, end).values()) for each in self.held.values())
+            for start, end in pairwise(self.moments)
+        ]
+        return held.index(max(held))
+
+    @cached_property
+    def grid(self) -> Grid:
+        """Where the cards stand: stages of a pipeline side by side, and so the ranks of the innermost dimension of a
+        mesh, or of a node."""
+        comm = [(number, one) for number, acted in self.acted.items() for one in acted.comm if one.ranks]
+        steps = {abs(one.ranks[0] - number) for number, one in comm if one.call.op in _MESSAGES}
+        apart = min(steps, default=0)
+        if apart and self.ranks % apart == 0 and self.ranks // apart <= _MOST:
+            return Grid(self.ranks, self.ranks // apart, apart)
+        inner = [len(one.ranks) for _, one in comm if len(one.ranks) > 1 and one.ranks[1] - one.ranks[0] == 1]
+        columns = min([self.on_one, *(length for length in inner if 1 < length < self.ranks)])
+        if columns < 2 or columns > _MOST or columns == self.ranks == _MOST:
+            columns = next((number for number in (4, 8, 6, 5, 7) if self.ranks % number == 0), _MOST)
+        return Grid(self.ranks, min(self.ranks, columns))
+
+    @cached_property
+    def frames(self) -> list[Changes]:
+        """What changes from frame to frame; the first has everything that ever changes."""
+        cards, flows = [_Card(self, number) for number in range(self.ranks)], _Flows(self)
+        frames: list[Changes] = []
+        before: Changes = {}
+        for start, end in pairwise(self.moments):
+            now = flows.at(start, end)
+            for card in cards:
+                now.update(card.at(start, end))
+            new = {name: _new(attributes, before.get(name, {})) for name, attributes in now.items()}
+            frames.append({name: attributes for name, attributes in new.items() if attributes})
+            before = now
+        return frames
+
+
+def scene(state: RunState) -> Scene:
+    """The newest profiled step; before it the predicted one; before that, what the ranks hold. It stays the same object
+    until another step is profiled or predicted."""
+    step, plan, world = newest(state), state.prediction, state.world_size
+    found = {rank.rank: rank.timelines[step] for rank in state.ranks.values() if step in rank.timelines}
+    measured = {number: state.ranks[number].memory_step for number in found}
+    held = {} if found or (plan and plan.classes) else _holding(state)
+    hosts = [rank.host for rank in state.ranks.values()]
+    on_one = hosts.count(hosts[0]) if len(set(hosts)) > 1 else world
+    made_of = [*found.items(), *measured.items(), plan, world, on_one, held]
+    _, (made_before, known) = state.derived.get(scene, (0, ([], Scene(0, 0))))
+    if made_of == made_before:
+        same: Scene = known
+        return same
+    shown = Scene(world, on_one, held={number: _still(owners) for number, owners in held.items()})
+    if step is not None and found:
+        shifts, _ = aligned(found, ahead(state))
+        moved = {number: _moved(timeline, shifts[number]) for number, timeline in found.items()}
+        memory = {number: _stretched(those, moved[number]) for number, those in measured.items()}
+        shown = _of_step(shown, f"step {step:,}, measured", moved, memory)
+    elif plan and plan.classes:
+        timelines = predicted_timelines(plan)
+        traced = {number: part for part in plan.classes for number in part.ranks}
+        placed = {
+            number: _placed(as_profiled(timeline), number, traced[number].ranks[0])
+            for number, timeline in timelines.items()
+        }
+        if placed:
+            memory = {number: _stretched(part.step, placed[number]) for number, part in traced.items()}
+            shown = _of_step(shown, "a step as predicted (simulated)", placed, memory)
+        else:
+            counted_steps = {number: _counted(part.step) for number, part in traced.items()}
+            memory = {number: _stretched(part.step, counted_steps[number]) for number, part in traced.items()}
+            shown = replace(_of_step(shown, "a step as predicted (traced)", counted_steps, memory), timed=False)
+    state.derived[scene] = 0, (made_of, shown)
+    return shown
+
+
+def _of_step(shown: Scene, what: str, timelines: Mapping[int, Timeline], held: Mapping[int, Held | None]) -> Scene:
+    known = {number: those for number, those in held.items() if those}
+    numbered = {number: [*_numbered(number, timeline.comm)] for number, timeline in timelines.items()}
+    all_began: dict[Any, float] = {}
+    for keys, timeline in zip(numbered.values(), timelines.values()):
+        for key, call in zip(keys, timeline.comm):
+            all_began[key] = max(all_began.get(key, 0.0), call.start)
+    acted = {
+        number: Acted(
+            timeline,
+            [
+                Communication(call, tuple(call.ranks or ()), all_began[key])
+                for key, call in zip(numbered[number], timeline.comm)
+            ],
+        )
+        for number, timeline in timelines.items()
+    }
+    seconds = max(timeline.seconds for timeline in timelines.values())
+    return replace(shown, what=what, seconds=seconds, acted=acted, held=known)
+
+
+def _numbered(number: int, calls: Iterable[Call]) -> Iterator[Any]:
+    """For each call of a rank what it has in common with those of other ranks that meet in it."""
+    counts: dict[Any, int] = {}
+    for call in calls:
+        ranks = tuple(call.ranks or ())
+        ends = (number, *ranks) if call.op == "send" else (*ranks, number)
+        common: Any = ends if call.op in _MESSAGES else (call.op, ranks)
+        counts[common] = counts.get(common, 0) + 1
+        yield common, counts[common]
+
+
+def _moved(timeline: Timeline, shift: float) -> Timeline:
+    """A profiled step on the axis of all ranks."""
+    return structs.replace(
+        timeline,
+        seconds=timeline.seconds + shift,
+        phases=[(name, start + shift, end + shift) for name, start, end in timeline.phases],
+        comm=[structs.replace(call, start=call.start + shift, end=call.end + shift) for call in timeline.comm],
+        busy=[(start + shift, end + shift) for start, end in timeline.busy],
+    )
+
+
+def _placed(timeline: Timeline, number: int, traced: int) -> Timeline:
+    """The simulated step of a rank that was traced, with the groups of another rank that does the same work."""
+    return structs.replace(
+        timeline, comm=[structs.replace(call, ranks=_group(call, number, traced)) for call in timeline.comm]
+    )
+
+
+def _counted(step: PredictedStep) -> Timeline:
+    """A traced step as a timeline of operations, without communication, whose moments are not known."""
+    simulated = PredictedTimeline(step.seconds, step.phases, [], [(0.0, step.seconds)], {})
+    return as_profiled(simulated)
+
+
+def _group(call: Call, number: int, traced: int) -> list[int] | None:
+    """The ranks of its group, which are equally far apart in a mesh, or the other end of its message."""
+    ranks = sorted(call.ranks or ())
+    if call.op in _MESSAGES:
+        return [rank + number - traced for rank in ranks]
+    if len(ranks) < 2:
+        return ranks or None
+    apart = ranks[1] - ranks[0]
+    first = number - (number // apart) % len(ranks) * apart
+    return [first + apart * place for place in range(len(ranks))]
+
+
+def _stretched(step: MemoryStep | PredictedStep | None, timeline: Timeline) -> Held | None:
+    """The memory of a step on the time axis of another one: each phase is stretched to the same phase of the other. The
+    times of a traced step are numbers of operations, and memory may have been measured in another step."""
+    if step is None or not step.times:
+        return None
+    before, after = ([span for span in phases if span[0] != _BETWEEN] for phases in (step.phases, timeline.phases))
+    knots = [(0.0, timeline.phases[0][1] if timeline.phases else 0.0)]
+    if [name for name, *_ in before] == [name for name, *_ in after]:
+        for (_, *old), (_, *new) in zip(before, after):
+            knots += zip(old, new)
+    knots.append((max(step.seconds, knots[-1][0]), timeline.seconds))
+    places, moments = zip(*knots)
+    return Held(_interpolated(step.times, places, moments), step.owners)
+
+
+def _interpolated(values: Iterable[float], places: Sequence[float], results: Sequence[float]) -> list[float]:
+    import numpy
+
+    return [float(result) for result in numpy.interp([*values], places, results)]
+
+
+def _holding(state: RunState) -> dict[int, dict[str, float]]:
+    """Bytes by owner that each rank holds now; of a run that has not begun, its model states by formula."""
+    held: dict[int, dict[str, float]] = {number: {**rank.owners} for number, rank in state.ranks.items() if rank.owners}
+    if held or not state.asked:
+        return held
+    return {
+        number: {"parameters": own.parameters, "gradients": own.gradients, "optimizer": own.optimizer}
+        for number, own in enumerate(states(state.asked) or ())
+    }
+
+
+def _still(owners: Mapping[str, float]) -> Held:
+    return Held([0.0], {owner: [count] for owner, count in owners.items()})
+
+
+# ---- where the cards stand
+
+
+_WIDTH = 860  # units of the picture, about as many pixels in a notebook
+_ARCS, _LEGEND = 22.0, 24.0  # above and below the cards
+_FULL = 16  # ranks whose cards have words
+_MOST = 8  # cards in a row
+_NARROW = 120.0  # width of a card
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The cards in rows and columns. Rank r stands in column (r // `apart`) % `columns`."""
+
+    ranks: int
+    columns: int
+    apart: int = 1
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return math.ceil(self.ranks / self.columns)
+
+    @property
+    def width(self) -> float:
+        """Of a card."""
+        return min(270.0, (_WIDTH - 16) / (1.42 * self.columns - 0.42))
+
+    @property
+    def height(self) -> float:
+        """Of a card."""
+        return {1: 150.0, 2: 98.0}.get(self.rows, 88.0 if self.ranks <= _FULL else 44.0)
+
+    @property
+    def gap(self) -> tuple[float, float]:
+        """Between two columns, and between two rows."""
+        across = (_WIDTH - 16 - self.columns * self.width) / max(1, self.columns - 1)
+        return min(250.0, across), 38.0 if self.ranks <= _FULL else 14.0
+
+    @property
+    def above(self) -> float:
+        """The room above a row: for arcs between cards that are no neighbours."""
+        return _ARCS if self.columns > 2 else 6.0
+
+    @property
+    def total(self) -> float:
+        """The height of the picture."""
+        return self.above + self.rows * self.height + (self.rows - 1) * self.gap[1] + _LEGEND
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Row and column of a rank."""
+        column = (rank // self.apart) % self.columns
+        row = rank // (self.apart * self.columns) * self.apart + rank % self.apart
+        return row, column
+
+    def corner(self, rank: int) -> tuple[float, float]:
+        """The upper left corner of a card."""
+        row, column = self.place(rank)
+        across, down = self.gap
+        used = self.columns * self.width + (self.columns - 1) * across
+        left = (_WIDTH - used) / 2
+        return left + column * (self.width + across), self.above + row * (self.height + down)
+
+
+# ---- the shapes
+
+
+@dataclass(frozen=True)
+class Film:
+    """Shapes by name, each with its tag and attributes; how they change from frame to frame of a step that took
+    `seconds`, or so many operations if it is not `timed`; `peak` is the frame with the most memory; `heads` move along
+    a strip of `length` units meanwhile. `what` says which step it is, `label` describes the picture."""
+
+    width: float
+    height: float
+    shapes: dict[str, tuple[str, Attributes]]
+    frames: list[Changes]
+    seconds: float
+    timed: bool
+    peak: int
+    heads: list[str]
+    length: float
+    what: str
+    label: str
+
+
+class _Picture:
+    """Collects shapes."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[str, Attributes]] = {}
+
+    def rectangle(self, name: str, x: float, y: float, width: float, height: float, **more: str) -> None:
+        place = {"x": x, "y": y, "width": max(0.0, width), "height": max(0.0, height)}
+        self.shapes[name] = "rect", {**{key: f"{value:.1f}" for key, value in place.items()}, **_named(more)}
+
+    def text(self, name: str, x: float, y: float, text: str, **more: str) -> None:
+        self.shapes[name] = "text", {"x": f"{x:.1f}", "y": f"{y:.1f}", "text": text, **_named(more)}
+
+    def path(self, name: str, course: str, **more: str) -> None:
+        self.shapes[name] = "path", {"d": course, "fill": "none", **_named(more)}
+
+
+def _named(attributes: Mapping[str, str]) -> Attributes:
+    return {name.replace("_", "-"): value for name, value in attributes.items()}
+
+
+@per_revision
+def film(state: RunState) -> Film:
+    """The picture of a state, and its course over one step."""
+    shown = scene(state)
+    picture, cards = _Picture(), [_Card(shown, number) for number in range(shown.ranks)]
+    _Flows(shown).draw(picture)
+    for card in cards:
+        card.draw(picture, state)
+    _legend(picture, shown)
+    heads = [f"head{number}" for number in shown.acted if number < shown.ranks]
+    label = f"{counted(shown.ranks, 'rank')}: " + "; ".join(card.in_words(state) for card in cards)
+    return Film(
+        width=_WIDTH,
+        height=shown.grid.total,
+        shapes=picture.shapes,
+        frames=shown.frames,
+        seconds=shown.seconds,
+        timed=shown.timed,
+        peak=shown.peak,
+        heads=heads,
+        length=cards[0].strip,
+        what=shown.what,
+        label=label,
+    )
+
+
+def _new(attributes: Attributes, before: Attributes) -> Attributes:
+    return {name: value for name, value in attributes.items() if before.get(name) != value}
+
+
+class _Card:
+    """The card of a rank: its name, a tank of memory, what it does, how fast it is, and the strip of the step."""
+
+    def __init__(self, shown: Scene, rank: int):
+        self.rank, self._shown, places = rank, shown, shown.grid
+        self._x, self._y = places.corner(rank)
+        self._width, self._height = places.width, places.height
+        self._words = places.ranks <= _FULL
+        self._tank = min(44.0, 0.26 * places.width) if self._words else places.width - 44
+        self.strip = places.width - 16
+        self._narrow = places.width < _NARROW  # the pill stands above the tank, not beside it
+        self._pill = places.width - 16 if self._narrow else places.width - 24 - self._tank
+
+    def _inside(self) -> tuple[float, float, float, float]:
+        """x, y, width and height of the tank."""
+        if not self._words:
+            return self._x + 32, self._y + 8, self._tank, self._height - 16
+        above = 48 if self._narrow else 26
+        return self._x + 8, self._y + above, self._tank, self._height - above - 22
+
+    def draw(self, picture: _Picture, state: RunState) -> None:
+        """Adds the shapes that are the same in all frames, and those that frames change."""
+        rank, x, y = self.rank, self._x, self._y
+        picture.rectangle(
+            f"card{rank}",
+            x,
+            y,
+            self._width,
+            self._height,
+            rx="8",
+            fill="var(--labkit-card, none)",
+            stroke="currentColor",
+            stroke_opacity="0.28",
+        )
+        picture.rectangle(f"mark{rank}", x + 8, y + 8, 9, 9, rx="4.5", fill=colours.rank_colour(rank))
+        picture.text(
+            f"name{rank}",
+            x + 21,
+            y + 17,
+            f"rank {rank}" if self._words else f"{rank}",
+            font_weight="600",
+            font_size="12.5",
+        )
+        status, tone = _status(state, rank)
+        if self._words and (tone or self._width > 130):
+            picture.text(
+                f"status{rank}",
+                x + self._width - 8,
+                y + 17,
+                status,
+                text_anchor="end",
+                font_size="10.5",
+                **({"fill": tone, "font_weight": "600"} if tone else {"opacity": "0.75"}),
+            )
+        left, top, width, height = self._inside()
+        for owner in OWNERS:
+            if any(owner in held.owners for held in self._shown.held.values()):
+                picture.rectangle(f"{owner}{rank}", left, top + height, width, 0, fill=colours.OWNERS[owner])
+        picture.rectangle(
+            f"tank{rank}", left, top, width, height, rx="3", fill="none", stroke="currentColor", stroke_opacity="0.45"
+        )
+        if not self._words:
+            return
+        beside = left + width + 8
+        pill = (self._x + 8, self._y + 25) if self._narrow else (beside, top)
+        picture.rectangle(f"pill{rank}", *pill, self._pill, 18, rx="4", fill="none")
+        picture.text(f"does{rank}", pill[0] + 5, pill[1] + 13, "", font_weight="600")
+        line = top + (14 if self._narrow else 36)
+        picture.text(f"bytes{rank}", beside, line, "", font_size="11" if self._narrow else "12.5")
+        speed = self._speed(state)
+        if line + 17 > y + self._height - 22 and self._width > 200:  # no room for lines below: beside
+            for number, words in enumerate(speed[:1]):
+                picture.text(
+                    f"speed{rank}-{number}",
+                    x + self._width - 8,
+                    line,
+                    words,
+                    font_size="11.5",
+                    opacity="0.8",
+                    text_anchor="end",
+                )
+        elif not self._narrow:
+            for number, words in enumerate(speed):
+                if line + 18 + 17 * number <= y + self._height - 22:
+                    picture.text(
+                        f"speed{rank}-{number}", beside, line + 18 + 17 * number, words, font_size="11.5", opacity="0.8"
+                    )
+        self._draw_strip(picture)
+
+    def _draw_strip(self, picture: _Picture) -> None:
+        shown, foot = self._shown, self._y + self._height
+        acted = shown.acted.get(self.rank)
+        if acted is None or not shown.seconds:
+            return
+        along = self.strip / shown.seconds
+        for number, (phase, start, end) in enumerate(acted.timeline.phases):
+            if phase != _BETWEEN and (end - start) * along > 0.3:
+                colour = colours.PHASES.get(phase, colours.INK)
+                picture.rectangle(
+                    f"phase{self.rank}-{number}",
+                    self._x + 8 + start * along,
+                    foot - 15,
+                    (end - start) * along,
+                    6,
+                    fill=colour,
+                )
+        for number, one in enumerate(acted.comm):
+            colour, length = colours.OPERATIONS.get(one.call.op, colours.OTHER_OPERATION), one.call.end - one.call.start
+            picture.rectangle(
+                f"comm{self.rank}-{number}",
+                self._x + 8 + one.call.start * along,
+                foot - 8,
+                max(1.0, length * along),
+                3.5,
+                fill=colour,
+            )
+        picture.rectangle(
+            f"head{self.rank}",
+            self._x + 7.25,
+            foot - 17,
+            1.5,
+            14,
+            fill="currentColor",
+            **{"class": "labkit-head-of-step"},
+        )
+
+    def at(self, start: float, end: float) -> Changes:
+        """What changes in a frame."""
+        changes: Changes = {}
+        shown, held = self._shown, self._shown.held.get(self.rank)
+        left, top, width, height = self._inside()
+        if held:
+            owned, filled = held.most(start, end), 0.0
+            for owner in OWNERS:
+                if owner not in owned:
+                    continue
+                share = owned[owner] / shown.most
+                if self._words:
+                    upper, lower = round(top + height * (1 - filled - share)), round(top + height * (1 - filled))
+                    changes[f"{owner}{self.rank}"] = {"y": f"{upper}", "height": f"{lower - upper}"}
+                else:
+                    changes[f"{owner}{self.rank}"] = {
+                        "x": f"{left + width * filled:.0f}",
+                        "width": f"{width * share:.0f}",
+                        "y": f"{top:.0f}",
+                        "height": f"{height:.0f}",
+                    }
+                filled += share
+            if self._words:
+                changes[f"bytes{self.rank}"] = {"text": size(sum(owned.values()))}
+        if self._words and self.rank in shown.acted:
+            word, colour = _doing(shown.acted[self.rank], start, end)
+            letters = min(11.5, (self._pill - 10) / (0.62 * max(1, len(word))))
+            changes[f"does{self.rank}"] = {"text": word, "fill": _ink_on(colour), "font-size": f"{letters:.1f}"}
+            changes[f"pill{self.rank}"] = {"fill": colour or "none"}
+        return changes
+
+    def _speed(self, state: RunState) -> list[str]:
+        """How fast the rank is, and before its first step what it will send."""
+        seconds, rate = step_seconds(state, self.rank), rank_throughput(state, self.rank)
+        if seconds:
+            return [f"{milliseconds(seconds)}/step", *([f"{rate:,.0f} samples/s"] if rate else [])]
+        planned = state.prediction.ranks if state.prediction else []
+        sent = next((one.comm_bytes_per_step for one in planned if one.rank == self.rank), None)
+        if sent is None and state.asked and not state.prediction:
+            flows = theory(state.asked)
+            sent = None if flows is None else sum(flow.theory for flow in flows) / state.world_size
+        return [] if sent is None else [f"sends {size(sent)}/step"]
+
+    def in_words(self, state: RunState) -> str:
+        """The card for a reader who does not see it."""
+        held = self._shown.held.get(self.rank)
+        most = f", up to {size(max(held.totals))}" if held else ""
+        status, _ = _status(state, self.rank)
+        return f"rank {self.rank} {status}{most}" + "".join(f", {words}" for words in self._speed(state))
+
+
+_WAITS = "#9a9a9a"  # the colour of a rank that waits for others
+
+
+def _doing(acted: Acted, start: float, end: float) -> tuple[str, str]:
+    """What a rank does in a frame, and the colour: a phase of computation, waiting, or a collective that nothing
+    hides."""
+    middle = (start + end) / 2
+    phases = acted.timeline.phases
+    index = next((index for index, (_, begin, stop) in enumerate(phases) if begin <= middle < stop), None)
+    name = phases[index][0] if index is not None else ""
+    under_way = [one for one in acted.comm if one.call.start < end and one.call.end > start]
+    computes = any(begin < end and stop > start for begin, stop in acted.timeline.busy)
+    if under_way and not computes:
+        one = under_way[0]
+        if one.waits(middle):
+            whom = f"rank {one.ranks[0]}" if one.call.op in _MESSAGES and one.ranks else "others"
+            return f"waits for {whom}", _WAITS
+        return one.call.op, colours.OPERATIONS.get(one.call.op, colours.OTHER_OPERATION)
+    if index is None or name == _BETWEEN:
+        return "", ""
+    alike = [number for number, (other, *_) in enumerate(phases) if other == name]
+    which = f" {alike.index(index) + 1}/{len(alike)}" if len(alike) > 1 and name in ("forward", "backward") else ""
+    return name + which, colours.PHASES.get(name, colours.INK)
+
+
+def _ink_on(colour: str) -> str:
+    """Black or white, whichever is easier to read on a colour."""
+    if not colour:
+        return "currentColor"
+    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return "#000" if 0.3 * red + 0.59 * green + 0.11 * blue > 135 else "#fff"
+
+
+_BAD, _LATE = "#d55e00", "#b87400"
+
+
+def _status(state: RunState, number: int) -> tuple[str, str]:
+    """What stands beside the name of a rank, and its colour if it is no mere fact: a failure or a wait, else its
+    device."""
+    rank = state.ranks.get(number)
+    if rank is None:
+        return state.spec.device or "", ""
+    if rank.error is not None:
+        return rank.error.type or "failed", _BAD
+    if rank.exit_code:
+        return f"exit code {rank.exit_code}", _BAD
+    if rank.waiting is not None and not state.over:
+        return f"waits {max(0.0, (state.now or 0.0) - rank.waiting.since):.0f} s", _LATE
+    return rank.device_name or rank.device, ""
+
+
+def _legend(picture: _Picture, shown: Scene) -> None:
+    """The owners of memory, and the collectives, below the cards."""
+    owners = [owner for owner in OWNERS if any(max(held.owners.get(owner, [0])) for held in shown.held.values())]
+    ops = sorted({one.call.op for acted in shown.acted.values() for one in acted.comm})
+    entries = [(owner, colours.OWNERS[owner], 3.0) for owner in owners]
+    entries += [(op, colours.OPERATIONS.get(op, colours.OTHER_OPERATION), 8.0) for op in ops]
+    x, y = 10.0, shown.grid.total - 6
+    for name, colour, radius in entries:
+        picture.rectangle(f"key-{name}", x, y - 8, 9, 9, rx=f"{radius / 2}", fill=colour)
+        picture.text(f"key-name-{name}", x + 13, y, name, font_size="10.5", opacity="0.85")
+        x += 26 + 6.0 * len(name)
+
+
+# ---- what flows
+
+
+class _Flows:
+    """The links between cards, one for each direction, and which of them are used in a frame."""
+
+    def __init__(self, shown: Scene):
+        self._places = places = shown.grid
+        self._used: list[tuple[float, float, str, float, tuple[tuple[int, int], ...]]] = []
+        least = _LEAST * shown.seconds / FRAMES
+        for number, acted in shown.acted.items():
+            for one in acted.comm:
+                pairs = tuple(pair for pair in _pairs(number, one, places) if max(pair) < places.ranks)
+                begin = one.all_began if one.call.op in MUTUAL else one.call.start
+                end = max(one.call.end, begin + least)
+                if pairs:
+                    self._used.append((begin, end, one.call.op, float(one.call.bytes or 0), pairs))
+        self._pairs = sorted({pair for *_, pairs in self._used for pair in pairs})
+        self._most = max((count for *_, count, _ in self._used), default=0.0)
+
+    def draw(self, picture: _Picture) -> None:
+        """Adds a line for each direction of each link, and a place for words between neighbours."""
+        for source, target in self._pairs:
+            course = self._course(source, target)
+            if (target, source) not in self._pairs or source < target:
+                picture.path(
+                    f"link{source}-{target}", course, stroke="currentColor", stroke_opacity="0.14", stroke_width="2"
+                )
+            picture.path(
+                f"flow{source}-{target}",
+                course,
+                stroke="none",
+                stroke_linecap="round",
+                stroke_dasharray="0.1 9",
+                **{"class": "labkit-flow"},
+            )
+        for source, target in self._pairs:
+            if (place := self._between(source, target)) and (source < target or (target, source) not in self._pairs):
+                x, y = place
+                picture.text(
+                    f"says{min(source, target)}-{max(source, target)}",
+                    x,
+                    y,
+                    "",
+                    text_anchor="middle",
+                    font_size="11",
+                    font_weight="600",
+                )
+                picture.text(
+                    f"size{min(source, target)}-{max(source, target)}",
+                    x,
+                    y + 34,
+                    "",
+                    text_anchor="middle",
+                    font_size="10.5",
+                    opacity="0.8",
+                )
+
+    def at(self, start: float, end: float) -> Changes:
+        """The links that are used in a frame."""
+        active: dict[tuple[int, int], tuple[str, float]] = {}
+        for begin, stop, op, count, pairs in self._used:
+            if begin < end and stop > start:
+                active.update(dict.fromkeys(pairs, (op, count)))
+        changes: Changes = {}
+        for pair in self._pairs:
+            op, count = active.get(pair, ("", 0.0))
+            share = math.sqrt(count / self._most) if self._most else 0.0
+            colour = colours.OPERATIONS.get(op, colours.OTHER_OPERATION) if op else "none"
+            changes[f"flow{pair[0]}-{pair[1]}"] = {
+                "stroke": colour,
+                "stroke-width": f"{3 + 4 * share:.1f}" if op else "0",
+            }
+            if self._between(*pair):
+                ends = f"{min(pair)}-{max(pair)}"
+                if op or f"says{ends}" not in changes:
+                    changes[f"says{ends}"] = {"text": op, "fill": "currentColor"}
+                    changes[f"size{ends}"] = {"text": size(count) if count else ""}
+        return changes
+
+    def _course(self, source: int, target: int) -> str:
+        """The path from one card to another: straight to a neighbour, an arc above a row otherwise."""
+        width, height = self._places.width, self._places.height
+        (x1, y1), (x2, y2) = self._places.corner(source), self._places.corner(target)
+        (row1, column1), (row2, column2) = self._places.place(source), self._places.place(target)
+        apart = 5.0 if source < target else -5.0
+        if row1 == row2 and abs(column1 - column2) == 1:
+            y = y1 + height / 2 + apart
+            ends = (x1 + width, x2) if x1 < x2 else (x1, x2 + width)
+            return f"M{ends[0]:.1f} {y:.1f}L{ends[1]:.1f} {y:.1f}"
+        if column1 == column2 and abs(row1 - row2) == 1:
+            x = x1 + width / 2 + apart
+            ends = (y1 + height, y2) if y1 < y2 else (y1, y2 + height)
+            return f"M{x:.1f} {ends[0]:.1f}L{x:.1f} {ends[1]:.1f}"
+        if row1 == row2:
+            rise = min(_ARCS - 4.0, 8.0 + 3.0 * abs(column1 - column2)) * 1.33
+            left, right = x1 + width / 2 + apart, x2 + width / 2 + apart
+            return f"M{left:.1f} {y1:.1f}C{left:.1f} {y1 - rise:.1f} {right:.1f} {y1 - rise:.1f} {right:.1f} {y1:.1f}"
+        return f"M{x1 + width / 2 + apart:.1f} {y1 + height / 2:.1f}L{x2 + width / 2 + apart:.1f} {y2 + height / 2:.1f}"
+
+    def _between(self, source: int, target: int) -> tuple[float, float] | None:
+        """Where words have room between two neighbours of a row; None where they have none."""
+        (row1, column1), (row2, column2) = self._places.place(source), self._places.place(target)
+        if row1 != row2 or abs(column1 - column2) != 1 or self._places.gap[0] < 62:
+            return None
+        x = (
+            min(self._places.corner(source)[0], self._places.corner(target)[0])
+            + self._places.width
+            + self._places.gap[0] / 2
+        )
+        return x, self._places.corner(source)[1] + self._places.height / 2 - 15
+
+
+def _pairs(number: int, one: Communication, places: Grid) -> Iterator[tuple[int, int]]:
+    """From which rank to which data flow, for the part of a rank in a collective: around a ring of the group, to and
+    from its first rank, or between all of them."""
+    op, ranks = one.call.op, one.ranks
+    if op == "send":
+        yield from ((number, peer) for peer in ranks)
+    if op in _MESSAGES or number not in ranks or len(ranks) < 2:
+        return
+    if op == "all_to_all":
+        yield from ((number, peer) for peer in ranks if peer != number)
+    elif op in ("broadcast", "scatter"):
+        yield from ((ranks[0], peer) for peer in ranks if peer == number != ranks[0])
+    elif op in ("gather", "reduce"):
+        yield from ((peer, ranks[0]) for peer in ranks if peer == number != ranks[0])
+    else:
+        ring = _ring(ranks, places)
+        following = ring[(ring.index(number) + 1) % len(ring)]
+        yield from ((number, following),) if op == "all_gather" else ((following, number),)
+        if op == "all_reduce":
+            yield number, following
+
+
+def _ring(ranks: Sequence[int], places: Grid) -> list[int]:
+    """The ranks of a group in an order in which neighbours of the ring stand side by side: every second row
+    backwards."""
+    rows: dict[int, list[int]] = {}
+    for rank in ranks:
+        rows.setdefault(places.place(rank)[0], []).append(rank)
+    order: list[int] = []
+    for turn, (_, those) in enumerate(sorted(rows.items())):
+        order += sorted(those, key=lambda rank: places.place(rank)[1], reverse=turn % 2 == 1)
+    return order
+
+
+# ---- the film for a page, and single frames where no script runs
+
+
+def as_json(shown: Film) -> dict[str, Any]:
+    """A film as a page reads it."""
+    return {each.name: getattr(shown, each.name) for each in fields(shown)}
+
+
+def still(shown: Film, frame: int) -> str:
+    """One frame as an inline SVG element without scripts."""
+    attributes = {name: dict(own) for name, (_, own) in shown.shapes.items()}
+    for changes in shown.frames[: frame + 1]:
+        for name, new in changes.items():
+            attributes[name].update(new)
+    share = frame / max(1, len(shown.frames) - 1)
+    for head in shown.heads:
+        attributes[head]["transform"] = f"translate({share * shown.length:.1f} 0)"
+    drawn = [_element(tag, attributes[name]) for name, (tag, _) in shown.shapes.items()]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {shown.width:g} {shown.height:g}" role="img"'
+        f' aria-label="{escape(shown.label, quote=True)}" style="width:100%;max-width:{shown.width:g}px;height:auto"'
+        f' font-family="system-ui, sans-serif" fill="currentColor">{"".join(drawn)}</svg>'
+    )
+
+
+def _element(tag: str, attributes: Mapping[str, str]) -> str:
+    written = "".join(f' {name}="{escape(value, quote=True)}"' for name, value in attributes.items() if name != "text")
+    return f"<{tag}{written}>{escape(attributes.get('text', ''))}</{tag}>"
+
+
+def key_frames(state: RunState) -> dict[str, int]:
+    """The frames that tell a step, by what they show, in order: forward, the most that flows, the peak of memory."""
+    seen, shown = scene(state), film(state)
+    frames: dict[str, int] = {}
+    for phase, start, end in seen.acted[min(seen.acted)].timeline.phases if seen.acted else ():
+        if phase == "forward":
+            frames.setdefault(phase, min(len(shown.frames) - 1, int((start + end) / 2 / seen.seconds * FRAMES)))
+    active: set[str] = set()
+    flowing = []
+    for changes in shown.frames:
+        for name, new in changes.items():
+            if "stroke" in new:
+                (active.discard if new["stroke"] == "none" else active.add)(name)
+        flowing.append(len(active))
+    if max(flowing):
+        frames["communication"] = flowing.index(max(flowing))
+    frames["peak of memory"] = shown.peak
+    return dict(sorted(frames.items(), key=lambda item: item[1]))
+
+
+def stills(state: RunState) -> str:
+    """The key frames of a run, each with its name, as HTML without scripts."""
+    shown = film(state)
+    return "".join(
+        f"<figure>{still(shown, frame)}<figcaption>{escape(name)} · {escape(shown.what)}</figcaption></figure>"
+        for name, frame in key_frames(state).items()
+    )
