@@ -128,7 +128,6 @@ def show(run: str | os.PathLike[str] | Run | Comparing = "last") -> Run | Compar
         from labkit.frontends.panel import show_in_notebook
 
         show_in_notebook(run)
-        run.shows_itself = True
     else:
         from labkit.frontends.console import Console
         from labkit.frontends.terminal import watch

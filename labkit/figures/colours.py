@@ -25,6 +25,7 @@ OPERATIONS = {
     "send": "#CC6677",
     "recv": "#882255",
     "barrier": "#999933",
+    "all_to_all": "#AA4499",
 }
 COMMUNICATION = "#44AA99"
 OTHER_OPERATION = "#999999"
@@ -50,3 +51,11 @@ GRID = "rgba(128, 128, 128, 0.25)"
 def rank_colour(rank: int) -> str:
     """The colour of a rank, as `#RRGGBB`; the colours repeat after eight ranks."""
     return RANKS[rank % len(RANKS)]
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever has more contrast (WCAG 2) with a colour, `#RRGGBB`."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "#000" if luminance + 0.05 > (1.05 * 0.05) ** 0.5 else "#fff"

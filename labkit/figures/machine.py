@@ -138,8 +138,8 @@ class Scene:
         cards, flows = [_Card(self, number) for number in range(self.ranks)], _Flows(self)
         frames: list[Changes] = []
         before: Changes = {}
-        for start, end in pairwise(self.moments):
-            now = flows.at(start, end)
+        for number, (start, end) in enumerate(pairwise(self.moments)):
+            now = flows.at(number)
             for card in cards:
                 now.update(card.at(start, end))
             new = {name: _new(attributes, before.get(name, {})) for name, attributes in now.items()}
@@ -151,11 +151,12 @@ class Scene:
 def scene(state: RunState) -> Scene:
     """The newest profiled step; before it the predicted one; before that, what the ranks hold. It stays the same object
     until another step is profiled or predicted."""
-    step, plan, world = newest(state), state.prediction, state.world_size
-    found = {rank.rank: rank.timelines[step] for rank in state.ranks.values() if step in rank.timelines}
+    step, plan, world = newest(state), state.prediction, min(state.world_size, _CARDS)
+    ranks = [rank for rank in state.ranks.values() if rank.rank < world]
+    found = {rank.rank: rank.timelines[step] for rank in ranks if step in rank.timelines}
     measured = {number: state.ranks[number].memory_step for number in found}
     held = {} if found or (plan and plan.classes) else _holding(state)
-    hosts = [rank.host for rank in state.ranks.values()]
+    hosts = [rank.host for rank in ranks]
     on_one = hosts.count(hosts[0]) if len(set(hosts)) > 1 else world
     made_of = [*found.items(), *measured.items(), plan, world, on_one, held]
     _, (made_before, known) = state.derived.get(scene, (0, ([], Scene(0, 0))))
@@ -168,9 +169,9 @@ def scene(state: RunState) -> Scene:
         moved = {number: _moved(timeline, shifts[number]) for number, timeline in found.items()}
         memory = {number: _stretched(those, moved[number]) for number, those in measured.items()}
         shown = _of_step(shown, f"step {step:,}, measured", moved, memory)
-    elif plan and plan.classes:
-        timelines = predicted_timelines(plan)
-        traced = {number: part for part in plan.classes for number in part.ranks}
+    elif plan and plan.classes and any(min(part.ranks, default=world) < world for part in plan.classes):
+        timelines = {number: step for number, step in predicted_timelines(plan).items() if number < world}
+        traced = {number: part for part in plan.classes for number in part.ranks if number < world}
         placed = {
             number: _placed(as_profiled(timeline), number, traced[number].ranks[0])
             for number, timeline in timelines.items()
@@ -247,9 +248,9 @@ def _group(call: Call, number: int, traced: int) -> list[int] | None:
     ranks = sorted(call.ranks or ())
     if call.op in _MESSAGES:
         return [rank + number - traced for rank in ranks]
-    if len(ranks) < 2:
+    apart = ranks[1] - ranks[0] if len(ranks) > 1 else 0
+    if not apart:
         return ranks or None
-    apart = ranks[1] - ranks[0]
     first = number - (number // apart) % len(ranks) * apart
     return [first + apart * place for place in range(len(ranks))]
 
@@ -257,7 +258,9 @@ def _group(call: Call, number: int, traced: int) -> list[int] | None:
 def _stretched(step: MemoryStep | PredictedStep | None, timeline: Timeline) -> Held | None:
     """The memory of a step on the time axis of another one: each phase is stretched to the same phase of the other. The
     times of a traced step are numbers of operations, and memory may have been measured in another step."""
-    if step is None or not step.times:
+    if step is None or not step.times or not step.owners:
+        return None
+    if any(len(sizes) != len(step.times) for sizes in step.owners.values()):
         return None
     before, after = ([span for span in phases if span[0] != _BETWEEN] for phases in (step.phases, timeline.phases))
     knots = [(0.0, timeline.phases[0][1] if timeline.phases else 0.0)]
@@ -296,8 +299,10 @@ def _still(owners: Mapping[str, float]) -> Held:
 _WIDTH = 860  # units of the picture, about as many pixels in a notebook
 _ARCS, _LEGEND = 22.0, 24.0  # above and below the cards
 _FULL = 16  # ranks whose cards have words
+_CARDS = 64  # the first ranks, if there are more
 _MOST = 8  # cards in a row
 _NARROW = 120.0  # width of a card
+_NEXT = 0.7  # units between two stretches of a strip
 
 
 @dataclass(frozen=True)
@@ -405,8 +410,8 @@ def film(state: RunState) -> Film:
     _Flows(shown).draw(picture)
     for card in cards:
         card.draw(picture, state)
-    _legend(picture, shown)
-    heads = [f"head{number}" for number in shown.acted if number < shown.ranks]
+    _legend(picture, shown, state.world_size)
+    heads = [name for card in cards if (name := f"head{card.rank}") in picture.shapes]
     label = f"{counted(shown.ranks, 'rank')}: " + "; ".join(card.in_words(state) for card in cards)
     return Film(
         width=_WIDTH,
@@ -493,7 +498,7 @@ class _Card:
         beside = left + width + 8
         pill = (self._x + 8, self._y + 25) if self._narrow else (beside, top)
         picture.rectangle(f"pill{rank}", *pill, self._pill, 18, rx="4", fill="none")
-        picture.text(f"does{rank}", pill[0] + 5, pill[1] + 13, "", font_weight="600")
+        picture.text(f"does{rank}", pill[0] + 5, pill[1] + 13, "", font_weight="600", **{"class": "labkit-does"})
         line = top + (14 if self._narrow else 36)
         picture.text(f"bytes{rank}", beside, line, "", font_size="11" if self._narrow else "12.5")
         speed = self._speed(state)
@@ -533,16 +538,16 @@ class _Card:
                     6,
                     fill=colour,
                 )
+        drawn = -1.0
         for number, one in enumerate(acted.comm):
-            colour, length = colours.OPERATIONS.get(one.call.op, colours.OTHER_OPERATION), one.call.end - one.call.start
+            begin, length = one.call.start * along, (one.call.end - one.call.start) * along
+            if begin + length < drawn + _NEXT:
+                continue  # too close to the one before to be seen
+            colour = colours.OPERATIONS.get(one.call.op, colours.OTHER_OPERATION)
             picture.rectangle(
-                f"comm{self.rank}-{number}",
-                self._x + 8 + one.call.start * along,
-                foot - 8,
-                max(1.0, length * along),
-                3.5,
-                fill=colour,
+                f"comm{self.rank}-{number}", self._x + 8 + begin, foot - 8, max(1.0, length), 3.5, fill=colour
             )
+            drawn = begin + length
         picture.rectangle(
             f"head{self.rank}",
             self._x + 7.25,
@@ -580,7 +585,11 @@ class _Card:
         if self._words and self.rank in shown.acted:
             word, colour = _doing(shown.acted[self.rank], start, end)
             letters = min(11.5, (self._pill - 10) / (0.62 * max(1, len(word))))
-            changes[f"does{self.rank}"] = {"text": word, "fill": _ink_on(colour), "font-size": f"{letters:.1f}"}
+            changes[f"does{self.rank}"] = {
+                "text": word,
+                "fill": colours.ink_on(colour) if colour else "currentColor",
+                "font-size": f"{letters:.1f}",
+            }
             changes[f"pill{self.rank}"] = {"fill": colour or "none"}
         return changes
 
@@ -604,7 +613,7 @@ class _Card:
         return f"rank {self.rank} {status}{most}" + "".join(f", {words}" for words in self._speed(state))
 
 
-_WAITS = "#9a9a9a"  # the colour of a rank that waits for others
+WAITS = "#9a9a9a"  # the colour of a rank that waits for others
 
 
 def _doing(acted: Acted, start: float, end: float) -> tuple[str, str]:
@@ -620,7 +629,7 @@ def _doing(acted: Acted, start: float, end: float) -> tuple[str, str]:
         one = under_way[0]
         if one.waits(middle):
             whom = f"rank {one.ranks[0]}" if one.call.op in _MESSAGES and one.ranks else "others"
-            return f"waits for {whom}", _WAITS
+            return f"waits for {whom}", WAITS
         return one.call.op, colours.OPERATIONS.get(one.call.op, colours.OTHER_OPERATION)
     if index is None or name == _BETWEEN:
         return "", ""
@@ -629,15 +638,7 @@ def _doing(acted: Acted, start: float, end: float) -> tuple[str, str]:
     return name + which, colours.PHASES.get(name, colours.INK)
 
 
-def _ink_on(colour: str) -> str:
-    """Black or white, whichever is easier to read on a colour."""
-    if not colour:
-        return "currentColor"
-    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
-    return "#000" if 0.3 * red + 0.59 * green + 0.11 * blue > 135 else "#fff"
-
-
-_BAD, _LATE = "#d55e00", "#b87400"
+_BAD, _LATE = "var(--labkit-bad-ink, #c04f00)", "var(--labkit-slow-ink, #8a5600)"
 
 
 def _status(state: RunState, number: int) -> tuple[str, str]:
@@ -655,17 +656,20 @@ def _status(state: RunState, number: int) -> tuple[str, str]:
     return rank.device_name or rank.device, ""
 
 
-def _legend(picture: _Picture, shown: Scene) -> None:
-    """The owners of memory, and the collectives, below the cards."""
+def _legend(picture: _Picture, shown: Scene, ranks: int) -> None:
+    """The owners of memory, the collectives, and how many of the `ranks` are not shown, below the cards."""
     owners = [owner for owner in OWNERS if any(max(held.owners.get(owner, [0])) for held in shown.held.values())]
     ops = sorted({one.call.op for acted in shown.acted.values() for one in acted.comm})
     entries = [(owner, colours.OWNERS[owner], 3.0) for owner in owners]
     entries += [(op, colours.OPERATIONS.get(op, colours.OTHER_OPERATION), 8.0) for op in ops]
     x, y = 10.0, shown.grid.total - 6
-    for name, colour, radius in entries:
-        picture.rectangle(f"key-{name}", x, y - 8, 9, 9, rx=f"{radius / 2}", fill=colour)
-        picture.text(f"key-name-{name}", x + 13, y, name, font_size="10.5", opacity="0.85")
+    for number, (name, colour, radius) in enumerate(entries):
+        picture.rectangle(f"key{number}", x, y - 8, 9, 9, rx=f"{radius / 2}", fill=colour)
+        picture.text(f"key-name{number}", x + 13, y, name, font_size="10.5", opacity="0.85")
         x += 26 + 6.0 * len(name)
+    if ranks > shown.ranks:
+        words = f"and {ranks - shown.ranks:,} more ranks"
+        picture.text("more", _WIDTH - 10, y, words, font_size="10.5", text_anchor="end")
 
 
 # ---- what flows
@@ -676,17 +680,21 @@ class _Flows:
 
     def __init__(self, shown: Scene):
         self._places = places = shown.grid
-        self._used: list[tuple[float, float, str, float, tuple[tuple[int, int], ...]]] = []
-        least = _LEAST * shown.seconds / FRAMES
+        self._active: dict[
+            int, dict[tuple[int, int], tuple[str, float]]
+        ] = {}  # by frame and link: what, how many bytes
+        pairs: set[tuple[int, int]] = set()
         for number, acted in shown.acted.items():
             for one in acted.comm:
-                pairs = tuple(pair for pair in _pairs(number, one, places) if max(pair) < places.ranks)
                 begin = one.all_began if one.call.op in MUTUAL else one.call.start
-                end = max(one.call.end, begin + least)
-                if pairs:
-                    self._used.append((begin, end, one.call.op, float(one.call.bytes or 0), pairs))
-        self._pairs = sorted({pair for *_, pairs in self._used for pair in pairs})
-        self._most = max((count for *_, count, _ in self._used), default=0.0)
+                used = {pair for pair in _pairs(number, one, places) if max(pair) < places.ranks}
+                pairs |= used
+                for frame in _frames(shown.seconds, begin, one.call.end):
+                    active = self._active.setdefault(frame, {})
+                    active.update(dict.fromkeys(used, (one.call.op, float(one.call.bytes or 0))))
+        self._pairs = sorted(pairs)
+        counts = [count for active in self._active.values() for _, count in active.values()]
+        self._most = max(counts, default=0.0)
 
     def draw(self, picture: _Picture) -> None:
         """Adds a line for each direction of each link, and a place for words between neighbours."""
@@ -726,12 +734,9 @@ class _Flows:
                     opacity="0.8",
                 )
 
-    def at(self, start: float, end: float) -> Changes:
+    def at(self, frame: int) -> Changes:
         """The links that are used in a frame."""
-        active: dict[tuple[int, int], tuple[str, float]] = {}
-        for begin, stop, op, count, pairs in self._used:
-            if begin < end and stop > start:
-                active.update(dict.fromkeys(pairs, (op, count)))
+        active = self._active.get(frame, {})
         changes: Changes = {}
         for pair in self._pairs:
             op, count = active.get(pair, ("", 0.0))
@@ -779,6 +784,15 @@ class _Flows:
             + self._places.gap[0] / 2
         )
         return x, self._places.corner(source)[1] + self._places.height / 2 - 15
+
+
+def _frames(seconds: float, begin: float, end: float) -> range:
+    """The frames in which something is shown that lasts from `begin` to `end`: a few at least."""
+    if not seconds:
+        return range(0)
+    first = min(FRAMES - 1, max(0, int(begin / seconds * FRAMES)))
+    last = min(FRAMES, max(first + _LEAST, math.ceil(end / seconds * FRAMES)))
+    return range(first, last)
 
 
 def _pairs(number: int, one: Communication, places: Grid) -> Iterator[tuple[int, int]]:

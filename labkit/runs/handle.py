@@ -272,7 +272,6 @@ class Run:
     def __init__(self, job: Job):
         check_type("job", job, Job, "a Job; start a run with run(), or open a recorded one with Run.attach()")
         self._job = job
-        self.shows_itself = False  # in the cell that displays it live: its text would soon be out of date
         self._of_thread = threading.local()
         self._first = self._of_thread.follower = self._follower()
 
@@ -280,13 +279,6 @@ class Run:
         state = self.state
         steps = f", step {state.step}" + (f"/{state.total_steps}" if state.total_steps else "") if state.step else ""
         return f"<Run {visible_line(self.name)}: {visible_line(state.words)}{steps}>"
-
-    def _ipython_display_(self) -> None:
-        from IPython.display import display
-
-        if not self.shows_itself:
-            display({"text/plain": repr(self)}, raw=True)
-        self.shows_itself = False
 
     @classmethod
     def attach(cls, name: str | os.PathLike[str] = "last") -> Run:

@@ -210,10 +210,13 @@ def test_a_front_end_without_widgets_gets_svg(fake, monkeypatch):
 
 
 def test_charts_replace_the_svg_when_plotly_arrives_late(fake, monkeypatch):
+    fake.step(10)
+    follower = Follower(fake.folder)
+    follower.poll()
     charts = Charts()
     messages = sent_by(charts.page, monkeypatch)
     charts.shown()
-    charts.restart(Follower(fake.folder).state)
+    charts.restart(follower.state)
     charts._heard(charts.page, {"kind": "failed"}, [])
     wait_until(lambda: charts.plain.layout.display == "" and "<svg" in charts.plain.value)
     charts._heard(charts.page, {"kind": "ready"}, [])

@@ -101,8 +101,9 @@ class Plots:
         return packed(json.dumps(self._figures, separators=(",", ":"), allow_nan=False))
 
     def films(self) -> str:
-        """The films of machines, in the same form."""
-        return packed(json.dumps(self._films, separators=(",", ":"), allow_nan=False))
+        """The films of machines, in the same form; empty without any."""
+        films = json.dumps(self._films, separators=(",", ":"), allow_nan=False)
+        return packed(films) if self._films else ""
 
 
 def packed(text: str) -> str:

@@ -91,17 +91,21 @@ class Feed:
     def __init__(self, charts: Mapping[str, Callable[[RunState], Chart | None]]) -> None:
         self._charts = charts
         self._pages: dict[str, _Page] = {}
+        self._names: list[str] | None = None  # that the page has
 
     def restart(self) -> None:
         """Makes the next message contain every chart whole."""
         self._pages.clear()
+        self._names = None
 
     def message(self, state: RunState) -> dict[str, Any] | None:
         """The names of the charts that the run has, and what has changed since the last message; None if nothing
         has."""
         charts = {name: chart for name, make in self._charts.items() if (chart := make(state)) is not None}
         updates = [update for name, chart in charts.items() if (update := self._update(name, chart))]
-        return {"kind": "charts", "names": [*charts], "charts": updates} if updates else None
+        names, self._names = self._names, [*charts]
+        changed = updates or names != self._names
+        return {"kind": "charts", "names": self._names, "charts": updates} if changed else None
 
     def _update(self, name: str, chart: Chart) -> dict[str, Any] | None:
         page = self._pages.get(name)

@@ -41,7 +41,8 @@ class MachinePicture(Live):
             for name, (tag, attributes) in shown.shapes.items()
             if before.shapes[name] != (tag, attributes)
         }
-        return {"kind": "shapes", "moves": moves, "shapes": changes} if changes or moves != moved else None
+        message = {"kind": "shapes", "moves": moves, "shapes": changes, "label": shown.label}
+        return message if changes or moves != moved else None
 
     def _plain(self, state: RunState) -> str:
         shown = film(state)

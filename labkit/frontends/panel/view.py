@@ -334,6 +334,22 @@ def show_in_notebook(run: Run) -> None:
         wait_and_display(run)
     else:
         _live(run)
+    _displayed_once(run)
+
+
+def _displayed_once(run: Run) -> None:
+    """The cell that shows a run does not print it as well if it ends with it: the text would soon be out of date."""
+    from IPython import get_ipython
+    from IPython.display import display
+
+    shell = get_ipython()
+    cell = shell.execution_count
+
+    def print_elsewhere(returned: Run) -> None:
+        if returned is not run or shell.execution_count != cell:
+            display({"text/plain": repr(returned)}, raw=True)
+
+    shell.display_formatter.ipython_display_formatter.for_type(Run, print_elsewhere)
 
 
 def wait_and_display(run: Run) -> None:

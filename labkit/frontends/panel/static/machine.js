@@ -18,8 +18,13 @@ class Stage {
     this.caption = document.createElement("span");
     this.controls.append(this.button, this.slider, this.caption);
     element.replaceChildren(this.svg, this.controls);
-    this.button.addEventListener("click", () => this.play(!this.playing));
+    this.held = false; // somebody has stopped the film, or points at a moment
+    this.button.addEventListener("click", () => {
+      this.held = this.playing;
+      this.play(!this.playing);
+    });
     this.slider.addEventListener("input", () => {
+      this.held = true;
       this.play(false);
       this.show(Number(this.slider.value));
     });
@@ -40,32 +45,35 @@ class Stage {
       return shape;
     }));
     this.slider.max = film.frames.length - 1;
-    this.controls.hidden = film.frames.length < 2;
+    const moves = film.frames.length > 1;
+    this.controls.hidden = !moves;
+    this.held &&= moves;
+    this.moved = null;
     this.show(this.shown ?? film.peak);
-    this.moves(film.moves);
+    this.moves(film.moves && moves);
   }
 
-  change(shapes, moves) {
+  change(shapes, moves, label) {
+    this.svg.setAttribute("aria-label", label);
     for (const [name, attributes] of Object.entries(shapes)) set(this.shapes.get(name), attributes);
     if (Object.keys(shapes).length) {
       this.frame = -1; // a shape that the frames change may have been set
       this.show(this.shown);
     }
-    this.moves(moves);
+    this.moves(moves && this.film.frames.length > 1);
   }
 
-  // The run goes on, or not: the film follows, unless somebody has stopped it at a moment.
+  // The run goes on, or not: the film follows, unless somebody holds it.
   moves(moves) {
     if (moves === this.moved) return;
     this.moved = moves;
-    if (!moves) {
-      this.play(false);
-      this.show(this.film.peak);
-    } else if (!this.calm) this.play(true);
+    if (this.held) return;
+    this.play(moves && !this.calm);
+    if (!moves) this.show(this.film.peak);
   }
 
   play(playing) {
-    this.playing = playing && this.film.frames.length > 1;
+    this.playing = playing;
     this.svg.classList.toggle("labkit-still", !this.playing);
     this.button.textContent = this.playing ? "❚❚" : "▶";
     this.button.setAttribute("aria-label", this.playing ? "pause the step" : "play the step");
@@ -96,7 +104,7 @@ class Stage {
       : `operation ${Math.round(share * seconds)} of ${seconds}`;
     this.slider.setAttribute("aria-valuetext", moment);
     const slowed = SHORTEST / (1000 * seconds);
-    this.caption.textContent = `${moment} · ${what}${timed && slowed > 1.5 ? ` · slowed ${Math.round(slowed)} times` : ""}`;
+    this.caption.textContent = `${moment} · ${what}${timed && seconds && slowed > 1.5 ? ` · slowed ${Math.round(slowed)} times` : ""}`;
   }
 
   close() {

@@ -5,7 +5,7 @@ function render({ model, el }) {
   let stage = null;
   const heard = (message) => {
     if (message.kind === "film") stage ? stage.take(message) : (stage = new Stage(el, message));
-    else if (message.kind === "shapes") stage?.change(message.shapes, message.moves);
+    else if (message.kind === "shapes") stage?.change(message.shapes, message.moves, message.label);
   };
   model.on("msg:custom", heard);
   model.send({ kind: "ready" });

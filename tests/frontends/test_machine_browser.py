@@ -1,0 +1,116 @@
+"""The picture of the machine in a browser: it moves while a run trains, shows any moment that one points at, and moves
+in a handout, too."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from browser import HEADER, RUN_TIMEOUT, command, open_notebook, picture, see, set_theme, sync_api, wait_for_words
+from conftest import PICTURES, wait_until
+from folded import applied
+from profiled_steps import MIB, memory_event, timeline_event
+
+from labkit.figures.machine import film, stills
+from labkit.frontends.handout.page import Page, Plots
+from labkit.record.documents import SpecFields
+from labkit.record.state import RunState
+
+pytestmark = pytest.mark.browser
+
+TRAINS = """from labkit import Lab
+Lab(strategy="ddp", workload="mlp", nproc=2, device="cpu", fault="slow_loader", steps=100000, sample_every=5)
+"""
+FLOWS = "machine => machine.querySelectorAll('.labkit-flow:not([stroke=none])').length"
+
+
+@pytest.fixture
+def machine(page, jupyter):
+    """The picture in a panel whose run trains until it is stopped."""
+    (jupyter.work / "labs" / "machine.py").write_text(HEADER + TRAINS)
+    open_notebook(page, jupyter, "labs/machine.py")
+    command(page, "notebook:run-all-cells")
+    panel = page.locator(".labkit", has=page.locator(".labkit-run"))
+    panel.wait_for(timeout=RUN_TIMEOUT)
+    see(panel)
+    panel.locator(".labkit-run").click()
+    sync_api.expect(panel.locator(".labkit-film span")).to_contain_text("measured", timeout=RUN_TIMEOUT)
+    return panel.locator(".labkit-machine")
+
+
+def moment(machine: sync_api.Locator) -> int:
+    return int(machine.get_by_label("moment of the step").input_value())
+
+
+def test_the_step_is_played_while_the_run_trains_and_any_moment_can_be_seen(page, machine):
+    pause, slider = machine.locator("button"), machine.get_by_label("moment of the step")
+    sync_api.expect(pause).to_have_accessible_name("pause the step")
+    seen = {moment(machine)}
+    wait_until(lambda: seen.add(moment(machine)) or len(seen) > 10, 60)
+    wait_until(lambda: machine.evaluate(FLOWS), 60)
+    picture(page, "70-machine-training")
+    pause.click()
+    sync_api.expect(pause).to_have_accessible_name("play the step")
+    at_once = moment(machine)
+    slider.fill("119")
+    sync_api.expect(machine.locator(".labkit-film span")).to_contain_text(re.compile(r"^(\d+ ms|[\d.]+ s) of "))
+    assert moment(machine) == 119 != at_once
+    slider.press("Home")
+    assert moment(machine) == 0
+    page.locator(".labkit-stop").click()
+    wait_for_words(page.locator(".labkit"), "stopped")
+    sync_api.expect(pause).to_have_accessible_name("play the step")
+    set_theme(page, "Dark")
+    see(page.locator(".labkit").first)
+    picture(page, "71-machine-dark")
+    pause.click()
+    wait_until(lambda: moment(machine) > 0, 60)
+
+
+def test_nothing_moves_by_itself_for_a_reader_who_does_not_want_it(page, jupyter, request):
+    page.emulate_media(reduced_motion="reduce")
+    machine = request.getfixturevalue("machine")
+    stays = moment(machine)
+    sync_api.expect(machine.locator("button")).to_have_accessible_name("play the step")
+    page.wait_for_timeout(1000)
+    assert moment(machine) == stays
+    style = "machine => getComputedStyle(machine.querySelector('.labkit-flow')).animationName"
+    assert machine.evaluate(style) == "none"
+
+
+@pytest.fixture
+def handout(chromium, tmp_path):
+    """A page with one machine, opened without a network."""
+    state = RunState()
+    state.spec = SpecFields(nproc=2)
+    owners = {"parameters": [4 * MIB] * 3, "activations": [0, 4 * MIB, 0]}
+    for event in (timeline_event(0), timeline_event(1), memory_event(0, owners), memory_event(1, owners)):
+        state.apply(applied(event))
+    plots = Plots()
+    file = Page("A run", "of two ranks", plots.machine(state), plots=plots).write(tmp_path / "page.html")
+    context = chromium.new_context(viewport={"width": 900, "height": 700}, offline=True)
+    page = context.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text))
+    page.goto(file.as_uri())
+    yield page, state
+    context.close()
+    assert not errors
+
+
+def test_a_handout_moves_and_is_printed_as_key_frames(handout):
+    page, state = handout
+    machine = page.locator(".labkit-machine")
+    sync_api.expect(machine.locator("svg")).to_be_visible()
+    sync_api.expect(page.locator(".stills")).to_be_hidden()
+    assert moment(machine) == film(state).peak
+    machine.locator("button").click()
+    seen = {moment(machine)}
+    wait_until(lambda: seen.add(moment(machine)) or len(seen) > 10, 60)
+    wait_until(lambda: machine.evaluate(FLOWS) == 2, 60)
+    page.screenshot(path=PICTURES / "72-machine-in-a-handout.png")
+    page.emulate_media(media="print")
+    sync_api.expect(machine).to_be_hidden()
+    sync_api.expect(page.locator(".stills figure")).to_have_count(stills(state).count("<figure>"))
+    sync_api.expect(page.locator(".stills svg").first).to_be_visible()
