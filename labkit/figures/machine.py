@@ -540,7 +540,8 @@ class _Card:
                 )
         drawn = -1.0
         for number, one in enumerate(acted.comm):
-            begin, length = one.call.start * along, (one.call.end - one.call.start) * along
+            begin = one.call.start * along
+            length = min(one.call.end, shown.seconds) * along - begin
             if begin + length < drawn + _NEXT:
                 continue  # too close to the one before to be seen
             colour = colours.OPERATIONS.get(one.call.op, colours.OTHER_OPERATION)
@@ -584,7 +585,7 @@ class _Card:
                 changes[f"bytes{self.rank}"] = {"text": size(sum(owned.values()))}
         if self._words and self.rank in shown.acted:
             word, colour = _doing(shown.acted[self.rank], start, end)
-            letters = min(11.5, (self._pill - 10) / (0.62 * max(1, len(word))))
+            letters = min(11.5, (self._pill - 10) / (0.58 * max(1, len(word))))
             changes[f"does{self.rank}"] = {
                 "text": word,
                 "fill": colours.ink_on(colour) if colour else "currentColor",
@@ -626,7 +627,7 @@ def _doing(acted: Acted, start: float, end: float) -> tuple[str, str]:
     under_way = [one for one in acted.comm if one.call.start < end and one.call.end > start]
     computes = any(begin < end and stop > start for begin, stop in acted.timeline.busy)
     if under_way and not computes:
-        one = under_way[0]
+        one = min(under_way, key=lambda one: one.waits(middle))  # of several, one that is not held up
         if one.waits(middle):
             whom = f"rank {one.ranks[0]}" if one.call.op in _MESSAGES and one.ranks else "others"
             return f"waits for {whom}", WAITS

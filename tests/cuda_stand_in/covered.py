@@ -26,8 +26,9 @@ from labkit.setup.environment import CLONE
 _NAMES = re.compile("cuda|nccl|nvml|gpu", re.IGNORECASE)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _NO_GPU = "none"
-# None of their lines needs CUDA: the first runs as the scripts generated from it, and the second traces on the CPU.
-_NOT_OF_CUDA = ("training/strategies/", "prediction/tracing/")
+# None of their lines needs CUDA: the first runs as the scripts generated from it, the second traces on the CPU, and the
+# others are the commands that start these tests.
+_NOT_OF_CUDA = ("training/strategies/", "prediction/tracing/", "__main__.py", "cli/project.py")
 _DATA = "--data="
 # Ranks are forked, and end with os._exit. The context is the kind of GPU that a process has.
 _SETTINGS = """
@@ -63,7 +64,7 @@ def table(measured: Coverage) -> Iterator[str]:
     the sum."""
     data = measured.get_data()
     executed = total = 0
-    for path in sorted(data.measured_files()):
+    for path in sorted(path for path in data.measured_files() if path.endswith(".py")):  # templates run, too
         data.set_query_context(_NO_GPU)
         elsewhere = _executed(measured, path)
         data.set_query_contexts([f"^(?!{_NO_GPU}$)"])

@@ -146,6 +146,8 @@ class Board {
         chart.dirty = true;
       }
     }
+    const boxes = names.map((name) => this.charts.get(name)?.box).filter(Boolean); // a chart comes with its first data
+    if (boxes.some((box, place) => this.element.children[place] !== box)) this.element.append(...boxes);
     this.schedule();
   }
 
