@@ -120,6 +120,7 @@ def test_a_message_is_sent_by_one_rank_and_received_by_the_other(early):
     }
     found = simulate(programs, {0: 0, 1: 1}, Links(), None)
     assert [found[rank].comm[0].op for rank in (0, 1)] == ["send", "recv"]
+    assert [found[rank].comm[0].ranks for rank in (0, 1)] == [[1], [0]]
     late = found[1 - early].comm[0]
     assert (late.start, late.end, late.bytes) == (1.0, 4.0, 3)
 

@@ -42,6 +42,15 @@ def test_bytes_of_a_step(way, expected, shared_run):
         assert found[rank].bytes_per_step == sum(sent(name, size, 2) for name, size in ops.items())
 
 
+@pytest.mark.parametrize("way", ["pp", "ddp"])
+def test_a_profiled_call_knows_its_group_and_a_message_its_other_end(way, shared_run):
+    for number, rank in ranks(exchange(shared_run, way)).items():
+        for timeline in rank.timelines.values():
+            assert timeline.comm
+            for call in timeline.comm:
+                assert call.ranks == ([1 - number] if call.op in ("send", "recv") else [0, 1]), call
+
+
 def test_one_process_sends_nothing(shared_run):
     assert ranks(exchange(shared_run, "single"))[0].bytes_per_step == 0.0
 
