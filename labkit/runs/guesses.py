@@ -99,6 +99,11 @@ def guess(figure: str, value: Any) -> Guess:
     return _waiting(FIGURES[check_choice("figure", figure, FIGURES)], value)
 
 
+def check_guess(figure: str, value: Any) -> None:
+    """Raises `ValueError` for what is no value of a figure, as `guess` does."""
+    _checked(FIGURES[figure], value)
+
+
 def _waiting(figure: Guessable, value: Any) -> Guess:
     if value is ...:
         PENDING.pop(figure.name, None)

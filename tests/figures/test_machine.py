@@ -185,7 +185,7 @@ def replace_timeline(plan: dict) -> dict:
     return plan | {"classes": [part | {"timeline": None} for part in plan["classes"]]}
 
 
-@pytest.mark.parametrize("colour", {*PHASES.values(), *OPERATIONS.values(), OTHER_OPERATION, WAITS})
+@pytest.mark.parametrize("colour", sorted({*PHASES.values(), *OPERATIONS.values(), OTHER_OPERATION, WAITS}))
 def test_what_a_rank_does_can_be_read_on_its_colour(colour):
     lighter, darker = sorted((luminance(colour), luminance(ink_on(colour))), reverse=True)
     assert (lighter + 0.05) / (darker + 0.05) >= 4.5

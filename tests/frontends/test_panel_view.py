@@ -177,6 +177,24 @@ def test_axes_of_a_page_only_grow(fake):
     assert len(set(ends)) <= 3
 
 
+def test_a_run_that_is_over_is_drawn_whole(fake, monkeypatch):
+    """While it trains, a chart receives one or two points per update, however many steps there were."""
+    follower = Follower(fake.folder)
+    charts = Charts()
+    messages = sent_by(charts.page, monkeypatch)
+    charts._heard(charts.page, {"kind": "ready"}, [])
+    wait_until(lambda: messages)
+    for _ in range(14):
+        fake.step(20)
+        follower.poll()
+        charts.draw(follower.state)
+    fake.end()
+    follower.poll()
+    charts.draw(follower.state, final=True)
+    (loss,) = [update for update in messages[-1]["charts"] if update["name"] == "loss"]
+    assert len(loss["whole"]["data"][0]["x"]) == 280
+
+
 def test_a_new_page_receives_everything(fake, monkeypatch):
     fake.step(10)
     follower = Follower(fake.folder)

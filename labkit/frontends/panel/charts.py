@@ -310,6 +310,13 @@ class Charts(Live):
         self._feed = Feed(charts)
         self._answers["plotly"] = self._send_plotly
 
+    def draw(self, state: RunState, final: bool = False) -> None:
+        """As for any widget; if `final`, each chart is sent whole, with points that were left out while it grew."""
+        with self._lock:
+            if final:
+                self._feed.restart()
+            super().draw(state, final)
+
     def _message(self, state: RunState) -> dict[str, Any] | None:
         return self._feed.message(state)
 

@@ -16,6 +16,7 @@ from labkit.common.units import counted, size
 from labkit.figures import rank_colour
 from labkit.figures.prediction import Prediction, table_html
 from labkit.figures.tables import guess_html, speed_html
+from labkit.frontends.panel.words import sentence_html
 from labkit.launch.warm.client import tracing
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import ACCELERATED, DEVICES, HERE
@@ -25,7 +26,7 @@ from labkit.prediction.tracer import TRACER, Cancelled, TraceFailed
 from labkit.record.documents import Plan
 from labkit.record.startup import is_starting, table
 from labkit.record.state import RunState
-from labkit.runs.guesses import Guess, guess, withdraw
+from labkit.runs.guesses import Guess, check_guess, guess, withdraw
 
 # ---- the learner's own guess
 
@@ -40,10 +41,22 @@ class GuessFields:
 
     def __init__(self, *others: ipywidgets.Widget) -> None:
         self.fields = {name: _field(name) for name in _NAMES}
-        head = ipywidgets.HTML("<b>Your guess</b>")
-        self.widget = ipywidgets.HBox([head, *self.fields.values(), *others], layout={"display": "none"})
+        for field in self.fields.values():
+            field.observe(lambda _: self._check(), "value")
+        head, self._wrong = ipywidgets.HTML("<b>Your guess</b>"), ipywidgets.HTML()
+        self.widget = ipywidgets.HBox([head, *self.fields.values(), *others, self._wrong], layout={"display": "none"})
         self.widget.add_class("labkit-guesses")
         self._entered: list[Guess] = []
+
+    def _check(self) -> None:
+        """Says at once if what is written is no value of its figure."""
+        self._wrong.value = ""
+        for name, field in self.fields.items():
+            try:
+                if text := field.value.strip():
+                    check_guess(name, _number(text))
+            except ValueError as error:
+                self._wrong.value = sentence_html(str(error))
 
     def show(self, shown: bool) -> None:
         """Shows or hides the row."""
@@ -66,7 +79,7 @@ class GuessFields:
 def _field(name: str) -> ipywidgets.Text:
     figure = FIGURES[name]
     name = f"{figure.label} per rank ({figure.unit})"
-    field = ipywidgets.Text(description=name, placeholder="optional", tooltip=_GUESS_HINT)
+    field = ipywidgets.Text(description=name, placeholder="optional", tooltip=_GUESS_HINT, continuous_update=False)
     field.add_class("labkit-guess-field")
     return field
 
