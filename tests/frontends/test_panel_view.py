@@ -11,13 +11,17 @@ from types import SimpleNamespace
 import pytest
 from conftest import wait_until
 from fabricate import FakeRun
+from folded import applied
 from panels import lines_of, sent_by, started_run
+from profiled_steps import state_of, step_event, timeline_event
 
 from labkit.figures.tables import ranks_html
 from labkit.frontends.panel.charts import CAP, LIVE, WHOLE, Charts, Feed
 from labkit.frontends.panel.logs import Logs
+from labkit.frontends.panel.machine import MachinePicture
 from labkit.frontends.panel.view import RunView
 from labkit.frontends.panel.words import finding_html, progress_html, state_html
+from labkit.record.documents import Status
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 
@@ -193,6 +197,36 @@ def test_a_run_that_is_over_is_drawn_whole(fake, monkeypatch):
     charts.draw(follower.state, final=True)
     (loss,) = [update for update in messages[-1]["charts"] if update["name"] == "loss"]
     assert len(loss["whole"]["data"][0]["x"]) == 280
+
+
+def test_films_are_sent_at_a_pace_words_at_once_and_the_last_film_always(monkeypatch):
+    monkeypatch.setattr("labkit.frontends.panel.machine._PACE", 1e-3)
+    steps = (step_event(rank, step) for rank in range(2) for step in range(9))
+    state = state_of(*steps, timeline_of(0, 8), timeline_of(1, 8))
+    machine = MachinePicture()
+    messages = sent_by(machine.page, monkeypatch)
+    machine.restart(state)
+    machine._heard(machine.page, {"kind": "ready"}, [])
+    wait_until(lambda: messages)
+    assert messages[0]["what"] == "step 8, measured" and len(messages[0]["frames"]) == 120
+    for event in (timeline_of(0, 16), timeline_of(1, 16), *(slower(0, step) for step in range(9, 30))):
+        state.apply(applied(event))
+    machine.draw(state)
+    assert messages[1]["kind"] == "shapes" and messages[1]["shapes"]["speed0-0"]["text"] == "400 ms/step"
+    machine.draw(state)
+    assert len(messages) == 2, "nothing has changed"
+    state.apply(Status("finished"))
+    machine.draw(state, final=True)
+    assert messages[2]["what"] == "step 16, measured"
+
+
+def timeline_of(rank: int, step: int) -> dict:
+    return timeline_event(rank, step=step)
+
+
+def slower(rank: int, step: int) -> dict:
+    event = step_event(rank, step)
+    return event | {"seconds": event["seconds"] | {"step": 0.4}}
 
 
 def test_a_new_page_receives_everything(fake, monkeypatch):

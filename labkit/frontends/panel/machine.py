@@ -3,12 +3,17 @@ sent only what changes."""
 
 from __future__ import annotations
 
+import json
+import time
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from labkit.figures.machine import Changes, Film, as_json, film, still
 from labkit.frontends.panel.charts import HandshakeWidget, Live, program
 from labkit.record.state import RunState
+
+_PACE = 20_000  # bytes of films per second: after a long one only words are sent for some time
 
 
 class _MachineWidget(HandshakeWidget):
@@ -24,25 +29,32 @@ class MachinePicture(Live):
     def __init__(self, lock: AbstractContextManager[Any] | None = None) -> None:
         super().__init__(_MachineWidget(), lock)
         self.widget.add_class("labkit-machine-box")
-        self._sent: Film | None = None
+        self._sent: Film | None = None  # what the page has
         self._moved = False
+        self._next = 0.0  # when the next film may be sent
 
     def _restart(self) -> None:
         self._sent = None
 
     def _message(self, state: RunState) -> dict[str, Any] | None:
-        shown, before = film(state), self._sent
-        moves = moving(state)
-        self._sent, self._moved, moved = shown, moves, self._moved
-        if before is None or not _continues(shown, before):
-            return {"kind": "film", "moves": moves, **as_json(shown)}
-        changes: Changes = {
-            name: attributes
-            for name, (tag, attributes) in shown.shapes.items()
-            if before.shapes[name] != (tag, attributes)
+        shown, before, moves = film(state), self._sent, moving(state)
+        continues = before is not None and _continues(shown, before)
+        if before is None or not (continues or (time.monotonic() < self._next and not state.over)):
+            self._sent, self._moved = shown, moves
+            message = {"kind": "film", "moves": moves, **as_json(shown)}
+            self._next = time.monotonic() + len(json.dumps(message)) / _PACE
+            return message
+        changed = {
+            name: shape
+            for name, shape in shown.shapes.items()
+            if name in before.shapes and before.shapes[name] != shape and (continues or shape[0] == "text")
         }
-        message = {"kind": "shapes", "moves": moves, "shapes": changes, "label": shown.label}
-        return message if changes or moves != moved else None
+        self._sent = replace(before, shapes=before.shapes | changed)
+        moved, self._moved = self._moved, moves
+        if not changed and moves == moved:
+            return None
+        attributes: Changes = {name: shape[1] for name, shape in changed.items()}
+        return {"kind": "shapes", "moves": moves, "shapes": attributes, "label": shown.label}
 
     def _plain(self, state: RunState) -> str:
         shown = film(state)
