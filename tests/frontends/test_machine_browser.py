@@ -51,10 +51,9 @@ def test_the_step_is_played_while_the_run_trains_and_any_moment_can_be_seen(page
     picture(page, "70-machine-training")
     pause.click()
     sync_api.expect(pause).to_have_accessible_name("play the step")
-    at_once = moment(machine)
     slider.fill("119")
     sync_api.expect(machine.locator(".labkit-film span")).to_contain_text(re.compile(r"^(\d+ ms|[\d.]+ s) of "))
-    assert moment(machine) == 119 != at_once
+    assert moment(machine) == 119
     slider.press("Home")
     assert moment(machine) == 0
     page.locator(".labkit-stop").click()

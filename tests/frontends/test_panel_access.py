@@ -77,7 +77,7 @@ FAINT = """panel => {
     const box = element.getBoundingClientRect();
     if (!text || ["STYLE", "OPTION", "TITLE"].includes(element.tagName) || box.width < 2 || box.height < 2) continue;
     if (element.closest(":disabled, .modebar-container") || element.querySelector(":disabled")) continue;
-    if (element.matches(".labkit-does")) continue; // on a shape: see tests/figures/test_machine.py
+    if (element.matches(".labkit-does")) continue; // on a shape: see tests/figures/test_machine_picture.py
     if (element.closest("label")?.control?.disabled) continue;
     const style = getComputedStyle(element);
     if (style.visibility === "hidden") continue;

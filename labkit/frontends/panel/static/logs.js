@@ -63,6 +63,7 @@ function render({ model, el }) {
   let following = true;
   let colours = [];
   let query = ""; // the query of the lines on screen
+  let pending = null; // what is typed or was asked for, until its answer has come: older answers leave the fields alone
   const setFollowing = (value) => {
     following = value;
     follow.classList.toggle("labkit-on", value);
@@ -82,19 +83,26 @@ function render({ model, el }) {
     colours = message.colours ?? colours;
     if (message.fresh) {
       fill(rank, [["", "all ranks"], ...message.ranks.map((number) => [String(number), `rank ${number}`])]);
-      ({ rank: rank.value, stream: stream.value, query: search.value } = message.wanted);
-      query = search.value;
+      query = message.wanted.query;
+      if (pending === text(message.wanted)) pending = null;
+      if (pending === null) ({ rank: rank.value, stream: stream.value, query: search.value } = message.wanted);
     }
     note.textContent = message.note;
     append(message);
   };
 
-  const ask = () => model.send({ kind: "show", rank: rank.value, stream: stream.value, query: search.value });
+  const text = (wanted) => JSON.stringify([wanted.rank, wanted.stream, wanted.query]);
+  const ask = () => {
+    const wanted = { rank: rank.value, stream: stream.value, query: search.value };
+    pending = text(wanted);
+    model.send({ kind: "show", ...wanted });
+  };
   rank.onchange = stream.onchange = () => ask();
   // Search while typing, because the notebook handles the Enter key itself.
   let typing = 0;
   search.oninput = () => {
     clearTimeout(typing);
+    pending = "typing";
     typing = setTimeout(() => ask(), TYPED);
   };
   follow.onclick = () => setFollowing(!following);
