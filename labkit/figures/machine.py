@@ -684,22 +684,21 @@ class _Flows:
         self._active: dict[
             int, dict[tuple[int, int], tuple[str, float]]
         ] = {}  # by frame and link: what, how many bytes
-        pairs: set[tuple[int, int]] = set()
+        self._pairs: set[tuple[int, int]] = set()
         for number, acted in shown.acted.items():
             for one in acted.comm:
                 begin = one.all_began if one.call.op in MUTUAL else one.call.start
-                used = {pair for pair in _pairs(number, one, places) if max(pair) < places.ranks}
-                pairs |= used
+                used = {pair for pair in _pairs(number, one, places) if min(pair) >= 0 and max(pair) < places.ranks}
+                self._pairs |= used
                 for frame in _frames(shown.seconds, begin, one.call.end):
                     active = self._active.setdefault(frame, {})
                     active.update(dict.fromkeys(used, (one.call.op, float(one.call.bytes or 0))))
-        self._pairs = sorted(pairs)
         counts = [count for active in self._active.values() for _, count in active.values()]
         self._most = max(counts, default=0.0)
 
     def draw(self, picture: _Picture) -> None:
         """Adds a line for each direction of each link, and a place for words between neighbours."""
-        for source, target in self._pairs:
+        for source, target in sorted(self._pairs):
             course = self._course(source, target)
             if (target, source) not in self._pairs or source < target:
                 picture.path(
@@ -713,7 +712,7 @@ class _Flows:
                 stroke_dasharray="0.1 9",
                 **{"class": "labkit-flow"},
             )
-        for source, target in self._pairs:
+        for source, target in sorted(self._pairs):
             if (place := self._between(source, target)) and (source < target or (target, source) not in self._pairs):
                 x, y = place
                 picture.text(
@@ -750,7 +749,7 @@ class _Flows:
             if self._between(*pair):
                 ends = f"{min(pair)}-{max(pair)}"
                 if op or f"says{ends}" not in changes:
-                    changes[f"says{ends}"] = {"text": op, "fill": "currentColor"}
+                    changes[f"says{ends}"] = {"text": op}
                     changes[f"size{ends}"] = {"text": size(count) if count else ""}
         return changes
 
@@ -798,13 +797,13 @@ def _frames(seconds: float, begin: float, end: float) -> range:
 
 def _pairs(number: int, one: Communication, places: Grid) -> Iterator[tuple[int, int]]:
     """From which rank to which data flow, for the part of a rank in a collective: around a ring of the group, to and
-    from its first rank, or between all of them."""
+    from its first rank, or between all of them, as long as these are few enough to be told apart."""
     op, ranks = one.call.op, one.ranks
     if op == "send":
         yield from ((number, peer) for peer in ranks)
     if op in _MESSAGES or number not in ranks or len(ranks) < 2:
         return
-    if op == "all_to_all":
+    if op == "all_to_all" and places.ranks <= _FULL:
         yield from ((number, peer) for peer in ranks if peer != number)
     elif op in ("broadcast", "scatter"):
         yield from ((ranks[0], peer) for peer in ranks if peer == number != ranks[0])
@@ -814,7 +813,7 @@ def _pairs(number: int, one: Communication, places: Grid) -> Iterator[tuple[int,
         ring = _ring(ranks, places)
         following = ring[(ring.index(number) + 1) % len(ring)]
         yield from ((number, following),) if op == "all_gather" else ((following, number),)
-        if op == "all_reduce":
+        if op in ("all_reduce", "all_to_all"):
             yield number, following
 
 
@@ -866,7 +865,8 @@ def key_frames(state: RunState) -> dict[str, int]:
     frames: dict[str, int] = {}
     for phase, start, end in seen.acted[min(seen.acted)].timeline.phases if seen.acted else ():
         if phase == "forward":
-            frames.setdefault(phase, min(len(shown.frames) - 1, int((start + end) / 2 / seen.seconds * FRAMES)))
+            middle = (start + end) / 2
+            frames.setdefault(phase, next(iter(_frames(seen.seconds, middle, middle)), 0))
     active: set[str] = set()
     flowing = []
     for changes in shown.frames:
