@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from msgspec import structs
@@ -830,6 +831,19 @@ def _ring(ranks: Sequence[int], places: Grid) -> list[int]:
 
 
 # ---- the film for a page, and single frames where no script runs
+
+
+_STATIC = Path(__file__).parent / "static"
+
+
+def player() -> str:
+    """The JavaScript that plays a film: a class `Stage`."""
+    return (_STATIC / "machine.js").read_text(encoding="utf-8")
+
+
+def style() -> str:
+    """The style sheet of the picture and its player."""
+    return (_STATIC / "machine.css").read_text(encoding="utf-8")
 
 
 def as_json(shown: Film) -> dict[str, Any]:

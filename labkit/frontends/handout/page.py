@@ -24,7 +24,7 @@ from pygments.lexers import DiffLexer, PythonLexer
 from labkit import figures
 from labkit.common.files import MARK
 from labkit.common.text import escape, visible, visible_line, visible_log
-from labkit.figures import colours, rank_colour
+from labkit.figures import colours, machine, rank_colour
 from labkit.figures.as_plotly import inert
 from labkit.figures.controls import CONFIG
 from labkit.figures.machine import as_json, film, stills
@@ -250,7 +250,6 @@ def _lines(number: int) -> str:
 
 
 HERE = Path(__file__).parent
-STAGE = HERE.parent / "panel" / "static" / "machine.js"
 TEMPLATES = HERE / "templates"
 
 
@@ -278,7 +277,7 @@ class Page:
                 body=Markup(self.body),
                 contents=[(level, at, visible_line(text)) for level, at, text in self.contents if level in (2, 3)],
                 hashes=Markup(" ".join(map(_hash, programs))),
-                css=Markup((HERE / "static" / "handout.css").read_text(encoding="utf-8")),
+                css=Markup((HERE / "static" / "handout.css").read_text(encoding="utf-8") + machine.style()),
                 js=Markup(js),
                 figures=Markup(self.plots.block()) if len(self.plots) else "",
                 films=Markup(self.plots.films()),
@@ -304,8 +303,7 @@ def _plotly() -> str:
 def _program() -> str:
     """The page's own script, which replaces the two greys of the charts by the theme's colours, after the player of the
     machine's picture."""
-    parts = STAGE, HERE / "static" / "handout.js"
-    source = "\n".join(part.read_text(encoding="utf-8") for part in parts)
+    source = machine.player() + (HERE / "static" / "handout.js").read_text(encoding="utf-8")
     source = source.replace("%INK%", colours.INK).replace("%GRID%", colours.GRID)
     return source.replace("%CONFIG%", json.dumps(CONFIG))
 

@@ -30,9 +30,10 @@ STATIC = Path(__file__).parent / "static"
 _ATTEMPTS = 5  # to open a widget again: in some clients its messages may never arrive
 
 
-def program(*names: str) -> str:
-    """The source of a program whose parts are in `static/`, for the `_esm` of a `HandshakeWidget`."""
-    return "\n".join((STATIC / part).read_text(encoding="utf-8") for part in ("handshake.js", *names))
+def program(name: str, *libraries: str) -> str:
+    """The source of a program in `static/` with the sources that it needs, for the `_esm` of a `HandshakeWidget`."""
+    own = ((STATIC / part).read_text(encoding="utf-8") for part in ("handshake.js", name))
+    return "\n".join((*libraries, *own))
 
 
 class HandshakeWidget(anywidget.AnyWidget):

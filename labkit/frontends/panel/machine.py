@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from labkit.figures.machine import Changes, Film, as_json, film, still
+from labkit.figures.machine import Changes, Film, as_json, film, player, still
 from labkit.frontends.panel.charts import HandshakeWidget, Live, program
 from labkit.record.state import RunState
 
@@ -19,7 +19,7 @@ _PACE = 20_000  # bytes of films per second: after a long one only words are sen
 class _MachineWidget(HandshakeWidget):
     """The browser side: sends "ready" for the film."""
 
-    _esm = program("machine.js", "machine_widget.js")
+    _esm = program("machine_widget.js", player())
 
 
 class MachinePicture(Live):

@@ -15,8 +15,8 @@ from labkit import figures
 from labkit.analysis.diagnose import findings
 from labkit.analysis.ledger import ledger
 from labkit.analysis.summary import summarise
+from labkit.figures import machine
 from labkit.figures.controls import CONFIG
-from labkit.figures.machine import stills
 from labkit.figures.tables import findings_html, ledger_html, ranks_html
 from labkit.frontends.panel.charts import STATIC, Charts, Live
 from labkit.frontends.panel.logs import Logs
@@ -66,7 +66,7 @@ def display_static(name: str, state: RunState) -> None:
 def figures_bundle(name: str, state: RunState) -> dict[str, Any]:
     """All charts of a run, both as plotly and as inline SVG; the notebook client shows the format it supports."""
     shown = figures.of_run(state)
-    pictures = stills(state) + "".join(figures.svg(name, state) for name in shown)
+    pictures = machine.stills(state) + "".join(figures.svg(name, state) for name in shown)
     plotly = json.loads(figures.overview(state).to_json()) | {"config": CONFIG}
     text = f"{', '.join(shown)} of {name}: {state.words}"
     return {"application/vnd.plotly.v1+json": plotly, "text/html": f"<div>{pictures}</div>", "text/plain": text}
@@ -98,7 +98,8 @@ class Job(Protocol):
 
 def style() -> ipywidgets.HTML:
     """The panel's style sheet, as a hidden widget."""
-    css = "".join((STATIC / name).read_text(encoding="utf-8") for name in ("panel.css", "presentation.css"))
+    own = ((STATIC / name).read_text(encoding="utf-8") for name in ("panel.css", "presentation.css"))
+    css = "".join((machine.style(), *own))
     return ipywidgets.HTML(f"<style>{css}</style>", layout={"display": "none"})
 
 
