@@ -25,6 +25,7 @@ _DELETED = "the run folder was deleted or moved while the run was under way, so 
 _NOTHING = {SpecFields: SpecFields(), Status: Status("ready")}
 _PATIENCE = 1.0  # seconds before progress is reported
 _TICK = 0.25  # seconds between two progress reports
+_ROUNDING = 1e-6  # seconds: sums of Unix times are not more exact
 _HEAD = 1 << 16  # bytes of a rank's events that are searched for its start
 
 
@@ -120,35 +121,59 @@ class Follower:
 
 class Recording:
     """Folds the events of a recorded run into `state` as time passes since the first `poll`, at `speed` times real
-    time.
+    time; `seek` goes to any moment.
 
     The final status is applied when all events have been replayed; until then the status is running. `speed` may be
     changed at any time; after `stop` the replay pauses until the next `poll`. Events are read when they are due, never
-    all at once.
+    all at once. A step back begins again with a new `state`.
     """
 
     def __init__(self, folder: RunFolder, speed: float = 1.0):
         self.folder = folder
         self.speed = speed
-        self.state = RunState()
         # Events are read when they are due, so there is no progress to report.
         self.progress: Callable[[float], None] = lambda share: None
-        self._readers = [folder.reader(path) for path in (*folder.event_files().values(), folder.system)]
-        status = current(folder)
-        self._last: Status | None = status  # the final status, until it was applied
-        span = status.started or 0.0, status.ended or math.inf
-        self._streams = [_Stream(reader, span) for reader in self._readers]
-        begins = [stream.due for stream in self._streams if stream.due < math.inf]
-        begins += [span[0]] if span[0] else []
-        self._at = min(begins, default=0.0)  # the current position, in the time of the recording
+        self._status = current(folder)  # the final one
         self._looked: float | None = None
+        self._rewind()
+        begins = [stream.due for stream in self._streams if stream.due < math.inf]
+        begins += [self._status.started] if self._status.started else []
+        self.began = self._at = min(begins, default=0.0)  # in the time of the recording
+
+    def _rewind(self) -> None:
+        """Goes back before the first event."""
+        folder, span = self.folder, (self._status.started or 0.0, self._status.ended or math.inf)
+        self.state = RunState()
+        self._last: Status | None = self._status  # until it was applied
         self._begun = False
+        self._readers = [folder.reader(path) for path in (*folder.event_files().values(), folder.system)]
+        self._streams = [_Stream(reader, span) for reader in self._readers]
+
+    @property
+    def position(self) -> float:
+        """Where the replay is: seconds since the run began."""
+        return self._at - self.began
 
     def poll(self) -> bool:
         """Folds in all events that are due; True if there were any."""
         now = time.monotonic()
         before, self._looked = self._looked, now  # read once: another thread may call `stop`
         self._at += (now - before) * self.speed if before is not None else 0.0
+        return self._fold()
+
+    def stop(self) -> None:
+        """Pauses the replay until the next `poll`."""
+        self._looked = None
+
+    def seek(self, position: float) -> None:
+        """Goes to a moment, in seconds since the run began; a later `poll` continues from there."""
+        moment = self.began + position
+        if moment < self._at:
+            self._rewind()
+        self._at, self._looked = moment, None
+        self._fold()
+
+    def _fold(self) -> bool:
         changed = not self._begun
         self._begin()
         broken = sum(reader.broken for reader in self._readers)
@@ -160,15 +185,11 @@ class Recording:
         if (
             self._last is not None
             and all(stream.due == math.inf for stream in self._streams)
-            and self._at >= (self._last.ended or 0.0)
+            and self._at >= (self._last.ended or 0.0) - _ROUNDING
         ):
             self.state.apply(self._last)
             self._last, changed = None, True
         return changed
-
-    def stop(self) -> None:
-        """Pauses the replay until the next `poll`."""
-        self._looked = None
 
     def _begin(self) -> None:
         """Folds in the Spec, the predictions and the initial status, once."""

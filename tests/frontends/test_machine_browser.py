@@ -64,6 +64,29 @@ def test_the_step_is_played_while_the_run_trains_and_any_moment_can_be_seen(page
     picture(page, "71-machine-dark")
     pause.click()
     wait_until(lambda: moment(machine) > 0, 60)
+    the_run_has_a_time_line(page)
+
+
+def the_run_has_a_time_line(page) -> None:
+    """Of the run that has just been stopped: any step can be seen again, and it plays from there."""
+    panel = page.locator(".labkit").first
+    line, where = panel.locator(".labkit-replay"), panel.locator(".labkit-replay-where")
+    sync_api.expect(line.get_by_role("button", name="peak of memory")).to_be_visible(timeout=RUN_TIMEOUT)
+    line.get_by_label("go to step").press_sequentially("2")
+    line.get_by_label("go to step").press("Enter")
+    sync_api.expect(where).to_contain_text("step 2 of")
+    sync_api.expect(panel.locator(".labkit-advance")).to_contain_text("step 2/")
+    wait_for_words(panel, "recorded: training · paused")
+    picture(page, "72-time-line-dark")
+    line.get_by_role("button", name="play the replay").click()
+    sync_api.expect(where).not_to_contain_text("step 2 of", timeout=RUN_TIMEOUT)
+    line.get_by_role("button", name="pause the replay").click()
+    wait_for_words(panel, "recorded: training · paused")
+    line.get_by_role("button", name="stopped").click()
+    wait_for_words(panel, "recorded: stopped")
+    set_theme(page, "Light")
+    see(panel)
+    picture(page, "73-time-line")
 
 
 def test_nothing_moves_by_itself_for_a_reader_who_does_not_want_it(page, jupyter, request):

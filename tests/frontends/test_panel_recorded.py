@@ -31,64 +31,73 @@ def recorded(fake):
     return fake.folder
 
 
-def played(lab: Lab, monkeypatch, clock: list[float]) -> Lab:
-    """The panel with its recorded run open, and a clock controlled by the test."""
-    times = SimpleNamespace(monotonic=lambda: clock[0], strftime=time.strftime, localtime=time.localtime)
-    monkeypatch.setattr("labkit.record.follow.time", times)
-    wait_until(lambda: "ready to play" in lab._view.words.value)
+def opened(lab: Lab) -> Lab:
+    """The panel with its recorded run open."""
+    wait_until(lambda: lab._open is not None and not lab._starting)
     return lab
 
 
 def test_a_recorded_run_plays_in_the_panel_at_its_own_speed(recorded, monkeypatch):
     clock = [100.0]
-    lab = played(Lab(recorded="last"), monkeypatch, clock)
+    monkeypatch.setattr("labkit.frontends.panel.replay.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    lab = opened(Lab(recorded="last"))
+    view, replay = lab._view, lab._view.replay
     assert "DDP: CNN on digits, 2 ranks" in lab._recorded.widgets[0].value
     assert "recorded on" in lab._recorded.widgets[0].value
     assert "2 CPU ranks of here" in lab._recorded.widgets[0].value
-    assert lab._run_button.description == "▶ Play"
-    lab._run_button.click()
-    wait_until(lambda: not lab._view.stop_button.disabled)
+    assert view.state.step == 0 and "recorded: " in view.words.value
+    assert lab._run_button.layout.display == view.stop_button.layout.display == "none", "it has a time line instead"
+    replay.play()
+    wait_until(lambda: "paused" not in view.words.value)
     clock[0] += 1 + 10 * 0.05 + 0.01
-    wait_until(lambda: lab._view.state.step == 10 and "recorded: training" in lab._view.words.value)
-    assert lab._view.timeline._capture.disabled, "a step of a recording cannot be profiled"
-    lab._view.stop_button.click()
-    lab._view.wait(30)
-    assert "recorded: training · paused" in lab._view.words.value
+    wait_until(lambda: view.state.step == 10 and "recorded: training" in view.words.value)
+    assert view.timeline._capture.disabled, "a step of a recording cannot be profiled"
+    replay.play(False)
+    wait_until(lambda: "recorded: training · paused" in view.words.value)
     clock[0] += 1000  # a pause, which does not count
-    lab._recorded.speed.value = 4.0
-    lab._run_button.click()
-    wait_until(lambda: lab._view.busy and not lab._view.stop_button.disabled)
+    replay.set_speed(4.0)
+    replay.play()
+    wait_until(lambda: "paused" not in view.words.value)
+    assert view.state.step == 10
     clock[0] += 5 * 0.05 / 4
-    wait_until(lambda: lab._view.state.step == 15)
+    wait_until(lambda: view.state.step == 15)
     clock[0] += 1000
-    lab._view.wait(30)
-    assert "recorded: finished" in lab._view.words.value
-    assert lab._view.state.step == 20
-    lab._run_button.click()
-    wait_until(lambda: lab._view.state.step == 0)
-    lab._view.stop_button.click()
-    lab._view.wait(30)
+    wait_until(lambda: "recorded: finished" in view.words.value)
+    assert view.state.step == 20 and not replay.playing
+    replay.play()
+    wait_until(lambda: view.state.step == 0)
 
 
-def test_a_paused_recording_says_so_also_if_it_stops_at_once(recorded, monkeypatch):
-    lab = played(Lab(recorded="last"), monkeypatch, [100.0])
-    view, say = lab._view, lab._view.say
-    lab._run_button.click()
-    wait_until(lambda: "recorded: " in view.words.value and not view.stop_button.disabled)
+def test_a_run_that_is_over_can_be_seen_at_any_moment(recorded):
+    lab = opened(Lab(recorded="last"))
+    view, replay = lab._view, lab._view.replay
+    replay.to_step(12)
+    wait_until(lambda: view.state.step == 12)
+    replay.to_step(3)
+    wait_until(lambda: view.state.step == 3 and "training · paused" in view.words.value)
+    replay.seek(1e9)
+    wait_until(lambda: view.state.over and view.state.step == 20)
+    replay.seek(-1.0)
+    wait_until(lambda: view.state.step == 0 and not view.state.over)
 
-    def say_late(words: str, tone: str = "waiting") -> None:
-        if words == "stopping" and view._stopping:
-            view.wait(30)
-        say(words, tone)
 
-    monkeypatch.setattr(view, "say", say_late)
-    view.stop_button.click()
-    view.wait(30)
-    assert " · paused" in view.words.value
+def test_the_moments_of_a_run_are_sent_to_a_page(recorded, monkeypatch):
+    lab = opened(Lab(recorded="last"))
+    messages = sent_by(lab._view.replay.page, monkeypatch)
+    lab._view.replay._send_all()
+    course, place = messages
+    assert course["course"]["seconds"] == pytest.approx(3.0)
+    assert course["course"]["steps"] == 20
+    moments = {moment["kind"]: moment for moment in course["course"]["moments"]}
+    assert moments["start"]["position"] == pytest.approx(1.05)
+    assert (moments["end"]["what"], moments["end"]["position"]) == ("finished", pytest.approx(3.0))
+    assert (place["position"], place["playing"]) == (0.0, False)
+    lab._recorded.choose("")
+    assert messages[-1] == {"kind": "course", "course": None, "buffers": None}, "the configuration has no time line"
 
 
 def test_logs_of_a_recording_say_that_they_are_whole(recorded, monkeypatch):
-    lab = played(Lab(recorded=recorded.path), monkeypatch, [1.0])
+    lab = opened(Lab(recorded=recorded.path))
     messages = sent_by(lab._view.logs.page, monkeypatch)
     lab._view.logs._show({})
     assert lines_of(messages) == [(0, "stdout", "hello")]
@@ -101,17 +110,17 @@ def test_a_recorded_run_is_chosen_and_closed(recorded):
     lab._recorded.which.value = str(recorded.path)
     wait_until(lambda: lab._head.children == lab._recorded.widgets)
     lab._recorded.refresh()
-    assert lab._recording is not None, "a new list keeps the selection"
+    assert lab._open is not None, "a new list keeps the selection"
     lab._recorded.close_button.click()
-    assert (lab._head.children, lab._run_button.description) == (lab._own, "▶ Run")
+    assert (lab._head.children, lab._run_button.layout.display) == (lab._own, "")
     assert "--nproc-per-node=1" in lab._command.text
     assert not lab._view.recorded
 
 
-def test_a_recorded_user_script_shows_its_command(recorded, monkeypatch):
+def test_a_recorded_user_script_shows_its_command(recorded):
     RunFolder.write_json(recorded.spec, {"script": "mine/<train>.py", "nproc": 2})
     RunFolder.write_text(recorded.command, "torchrun mine/train.py\n")
-    lab = played(Lab(recorded="last"), monkeypatch, [1.0])
+    lab = opened(Lab(recorded="last"))
     assert "&lt;train&gt;.py, 2 ranks" in lab._recorded.widgets[0].value
     assert lab._command.text == "torchrun mine/train.py"
     assert "train.py is missing from the folder" in lab._script.value
@@ -127,10 +136,10 @@ def test_only_a_run_that_is_over_can_be_opened(fake):
 
 
 def test_a_recording_that_cannot_be_read_is_one_sentence(recorded, monkeypatch):
-    def broken(folder, speed):
+    def broken(folder):
         raise OSError("<b>gone</b>")
 
-    monkeypatch.setattr("labkit.frontends.panel.recorded.Recording", broken)
+    monkeypatch.setattr("labkit.frontends.panel.replay.Recording", broken)
     lab = Lab(recorded="last")
     wait_until(lambda: "cannot be replayed" in lab._view.finding.value)
     assert "<b>gone" not in lab._view.finding.value

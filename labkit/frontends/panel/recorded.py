@@ -25,7 +25,7 @@ from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import SpecFields
 from labkit.record.files import NotPlain
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Recording, is_recorded, recorded_words
+from labkit.record.follow import is_recorded, recorded_words
 from labkit.record.status import current
 from labkit.setup import environment
 from labkit.training.strategies import STRATEGIES
@@ -40,7 +40,7 @@ _HINT = "Write script, torchrun commands, batch files and requirements to a zip 
 class Pack:
     """Packs what `chosen` returns: a recorded run, the Spec that would run, or nothing."""
 
-    def __init__(self, chosen: Callable[[], Recording | Spec | None]):
+    def __init__(self, chosen: Callable[[], RunFolder | Spec | None]):
         self._chosen = chosen
         self.button = ipywidgets.Button(description="Pack as zip", tooltip=_HINT)
         self.button.on_click(lambda _: self._start())
@@ -57,10 +57,10 @@ class Pack:
         self.button.disabled = True
         threading.Thread(target=self._pack, args=(chosen,), daemon=True, name="labkit pack").start()
 
-    def _pack(self, chosen: Recording | Spec) -> None:
+    def _pack(self, chosen: RunFolder | Spec) -> None:
         """Runs in a thread, because the versions of all packages are looked up."""
         try:
-            job = of_spec(chosen) if isinstance(chosen, Spec) else of_run(chosen.folder)
+            job = of_spec(chosen) if isinstance(chosen, Spec) else of_run(chosen)
             path = archive.pack(job, profile(), Path.cwd() / f"{job.name}.zip")
             self.said.value = f"<span>{escape(str(path))} ({size(path.stat().st_size)})</span>"
         except Exception as error:  # show it: an exception in a thread would go unnoticed
@@ -182,36 +182,29 @@ class Install:
 
 
 _NEWEST = 20  # runs in the list
-_SPEEDS = (1.0, 2.0, 4.0, 16.0)
 _NONE = "choose …"
 
 
 class Recorded:
-    """The list of recorded runs, the replay speed, and the description of the open run.
+    """The list of recorded runs, and the description of the open one.
 
     `on_choice` is called with the path of the selected run, empty for none.
     """
 
     def __init__(self, on_choice: Callable[[str], None]):
         self._on_choice = on_choice
-        self._recording: Recording | None = None
         self._listing = False
         hint = "Open and replay a recorded run"
         self.which = ipywidgets.Dropdown(options=[(_NONE, "")], description="Recorded", tooltip=hint)
         self.which.observe(self._chosen, "value")
-        self.speed = ipywidgets.Dropdown(
-            options=[(f"{speed:g}×", speed) for speed in _SPEEDS], value=1.0, description="Speed"
-        )
-        self.speed.observe(lambda _: self._set_speed(), "value")
         self.close_button = ipywidgets.Button(description="✕ Close", tooltip="Back to the configuration")
         self.close_button.on_click(lambda _: self.choose(""))
         self.close_button.add_class("labkit-close")
-        for widget, width in ((self.which, 170), (self.speed, 70)):
-            widget.layout.width = f"{width}px"
-            widget.add_class("labkit-field")
+        self.which.layout.width = "170px"
+        self.which.add_class("labkit-field")
         self._title, self._said = ipywidgets.HTML(), ipywidgets.HTML()
         self.which.add_class("labkit-recorded-runs")
-        row = ipywidgets.HBox([self.which, self.speed, self.close_button])
+        row = ipywidgets.HBox([self.which, self.close_button])
         row.add_class("labkit-row")
         self.widgets = (self._title, self._said, row)
         self.refresh()
@@ -242,9 +235,8 @@ class Recorded:
         if not self._listing:
             self._on_choice(change["new"])
 
-    def open(self, folder: RunFolder) -> Recording:
-        """Opens a run's recording at its beginning and shows its description."""
-        self._recording = Recording(folder, self.speed.value)
+    def describe(self, folder: RunFolder) -> None:
+        """Shows which run is open, and when and where it was recorded."""
         self._title.value = (
             f'<div class="labkit-recording" role="status"><b>{escape(_what(folder))}</b>'
             f" {escape(recorded_words(folder))}</div>"
@@ -252,13 +244,8 @@ class Recorded:
         self._said.value = (
             f'<div class="labkit-explanation"><div>Replay of run {escape(folder.name)} with its recorded timing; '
             "nothing is training now.</div>"
-            "<div>Play continues from the position where Stop paused the replay; at the end it restarts.</div></div>"
+            "<div>Play it, or point at any moment of its time line below.</div></div>"
         )
-        return self._recording
-
-    def _set_speed(self) -> None:
-        if self._recording is not None:
-            self._recording.speed = self.speed.value
 
 
 def find(name: str | os.PathLike[str]) -> RunFolder:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import ipywidgets
@@ -24,11 +23,12 @@ from labkit.frontends.panel.machine import MachinePicture
 from labkit.frontends.panel.predict import Before
 from labkit.frontends.panel.presentation import Presentation
 from labkit.frontends.panel.profiled import MemoryTab, TimelineTab
+from labkit.frontends.panel.replay import Replay
 from labkit.frontends.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of
 from labkit.plan.spec import Spec
 from labkit.record.documents import Plan, SpecFields, plain
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower, Recording, Source
+from labkit.record.follow import Follower, Recording
 from labkit.record.state import RunState
 from labkit.runs.handle import Run
 from labkit.runs.notebook import headless
@@ -104,7 +104,8 @@ def style() -> ipywidgets.HTML:
 
 
 class RunView:
-    """The widgets of one run at a time, laid out by a panel. `follow` shows a run, `play` replays a recorded one.
+    """The widgets of one run at a time, laid out by a panel. `follow` shows a run, `open` a recorded one; a run that is
+    over has a time line, which replays it.
 
     `on_over` is called with the run's name and state when it is over or stopped; `chosen` returns the Spec to predict,
     or None. Nothing here prints, and nothing slow
@@ -140,7 +141,8 @@ class RunView:
         self.charts = Charts(lock=self._lock)
         self._before = Before(chosen, self._predicted)
         self.predict, self.guess = self._before.predict, self._before.guess
-        above = (self.findings, self.guess.widget, self.machine.widget, self._before.widget)
+        self.replay = Replay(self._show_moment, self._lock)
+        above = (self.findings, self.guess.widget, self.replay.widget, self.machine.widget, self._before.widget)
         self.live = ipywidgets.VBox([*above, self.charts.widget])
         self.live.add_class("labkit-live")
         self.logs = Logs()
@@ -152,7 +154,7 @@ class RunView:
         self._on_over = on_over
         self._job: Job | None = None
         self._folder: RunFolder | None = None  # of the run that `state` is of
-        self._recorded = self._stopping = self._busy = False
+        self._recorded = self._stopping = self._busy = self._paused = False
         self._thread: threading.Thread | None = None
 
     def shown(self) -> None:
@@ -170,7 +172,7 @@ class RunView:
 
     @property
     def busy(self) -> bool:
-        """Whether the view follows an active run or replays a recorded one."""
+        """Whether the view follows an active run."""
         return self._busy
 
     def say(self, words: str, tone: str = "waiting") -> None:
@@ -186,6 +188,7 @@ class RunView:
         state = RunState()
         state.apply(SpecFields.of(spec))
         self._job, self._recorded, self._stopping = None, False, False
+        self.replay.close()
         self._begin(state)
         self.plan(spec)
 
@@ -196,34 +199,33 @@ class RunView:
     def _predicted(self, spec: Spec, plan: Plan) -> None:
         """Adds the prediction of a run that has not started to its empty charts, if these are shown."""
         with self._lock:
-            if self._job is None and self.state.spec == SpecFields.of(spec):
+            if self._folder is None and self.state.spec == SpecFields.of(spec):
                 self.state.apply(plan)
                 self._draw()
 
     def follow(self, job: Job) -> None:
         """Shows a run until it is over; it has stored what the learner entered."""
         self.guess.clear()
-        self._watch_it(job, Follower(job.folder), recorded=False)
-
-    def ready(self, recording: Recording) -> None:
-        """Shows the first state of a recorded run and its logs, before the replay."""
-        recording.poll()
-        recording.stop()
-        self._job, self._recorded, self._stopping = recording, True, True
-        self._begin(recording.state, recording.folder)
-        self.say("recorded: ready to play", "quiet")
-
-    def play(self, recording: Recording) -> None:
-        """Replays a recorded run from its current position until it is over or stopped."""
-        recording.stop()  # do not count the time since it was shown last
-        self._watch_it(recording, recording, recorded=True)
-
-    def _watch_it(self, job: Job, source: Source, recorded: bool) -> None:
-        self._job, self._recorded, self._stopping, self._busy = job, recorded, False, True
+        self.replay.close()
+        self._job, self._recorded, self._stopping, self._busy = job, False, False, True
         self._thread = threading.Thread(
-            target=self._watch, args=(job, source), daemon=True, name=f"labkit view of {job.folder.name}"
+            target=self._watch, args=(job,), daemon=True, name=f"labkit view of {job.folder.name}"
         )
         self._thread.start()
+
+    def open(self, folder: RunFolder) -> None:
+        """Shows the beginning of a recorded run, and its time line. Reads all of its events."""
+        self._job, self._recorded, self._stopping = None, True, False
+        self._folder = folder
+        self.replay.open(folder)
+        self.logs.restart(folder, self.state.world_size, _WHOLE)
+
+    def _show_moment(self, recordings: Sequence[Recording], playing: bool) -> None:
+        """Shows a recorded run at a moment."""
+        self._recorded, self._paused = True, not playing
+        if recordings[0].state is not self.state:
+            self._switch(recordings[0].state, self._folder)
+        self._draw()
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the run is over and its final state is shown."""
@@ -231,7 +233,7 @@ class RunView:
             self._thread.join(timeout)
 
     def stop(self) -> None:
-        """Stops the run, or pauses the replay; returns immediately."""
+        """Stops the run; returns immediately."""
         if self._job is None or self._stopping:
             return
         self.stop_button.disabled = True
@@ -251,7 +253,8 @@ class RunView:
 
     # ---- the thread that reads and draws
 
-    def _watch(self, job: Job, source: Source) -> None:
+    def _watch(self, job: Job) -> None:
+        source = Follower(job.folder)
         try:
             self._follow_to_the_end(job, source)
         except Exception as error:
@@ -261,32 +264,34 @@ class RunView:
             self.stop_button.disabled = True
             self._busy = False  # before `on_over`, which lets the user start the next run
         self._on_over(job.folder.name, source.state)
+        self.replay.open(job.folder, at_end=True, wanted=lambda: self._job is job)
 
     def _begin(self, state: RunState, folder: RunFolder | None = None) -> None:
         """Switches to another state and the logs of its folder."""
         with self._lock:
-            self.state, self._folder = state, folder
-            self.timeline.live = self.memory.live = not self._recorded
-            for charts in self._all_charts():
-                charts.restart(state)
-            self.logs.restart(folder, state.world_size, _WHOLE if self._recorded else "")
+            self._switch(state, folder)
+            self.logs.restart(folder, state.world_size)
             self._draw()
 
-    def _follow_to_the_end(self, job: Job, source: Source) -> None:
+    def _switch(self, state: RunState, folder: RunFolder | None) -> None:
+        self.state, self._folder = state, folder
+        self.timeline.live = self.memory.live = not self._recorded
+        for charts in self._all_charts():
+            charts.restart(state)
+
+    def _follow_to_the_end(self, job: Job, source: Follower) -> None:
         source.progress = lambda share: self.say(f"reading the run: {share:.0%}")
-        with self._lock if source.state is self.state else nullcontext():  # a long run is read before it is shown
-            source.poll()
+        source.poll()
         source.progress = lambda share: None
         self.stop_button.disabled = source.state.over
         self._begin(source.state, job.folder)
         due = 0.0
         while True:
             now = time.monotonic()
-            left = self._recorded and self._stopping  # a replay stops immediately, a run must still terminate
-            if now >= due or self.state.over or left:
+            if now >= due or self.state.over:
                 due = now + _REDRAW
                 self._draw()
-                if self.state.over or left:
+                if self.state.over:
                     return
             time.sleep(_READ)
             with self._lock:
@@ -308,7 +313,7 @@ class RunView:
 
     def _draw_state(self, state: RunState) -> None:
         if self._recorded:
-            paused = " · paused" if self._stopping and not state.over else ""
+            paused = " · paused" if self._paused and not state.over else ""
             self.say(f"recorded: {state.words}{paused}", "quiet" if paused else tone_of(state))
         elif self._stopping and not state.over:
             self.say("stopping")  # again: the kernel may have said it while this thread said something else
@@ -317,7 +322,7 @@ class RunView:
         self.progress.value = progress_html(state)
         self.finding.value = finding_html(state)
         self._explain()
-        if self._job is not None:
+        if self._folder is not None:
             self._before.draw(state)
         self.machine.draw(state, final=state.over)
         self.charts.draw(state, final=state.over)

@@ -97,8 +97,8 @@ class Panel {
   }
 
   toggleRun() {
-    const button = this.element.querySelector(".labkit-stop:enabled") ?? this.element.querySelector(".labkit-run:enabled");
-    button?.click();
+    const buttons = [".labkit-stop:enabled", ".labkit-run:enabled", ".labkit-replay-play"]; // the last one of a recorded run
+    buttons.map((name) => this.element.querySelector(name)).find((button) => button?.checkVisibility())?.click();
   }
 
   toggle() {
