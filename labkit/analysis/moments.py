@@ -11,9 +11,11 @@ import numpy
 
 from labkit.analysis.diagnose import findings
 from labkit.common.units import size
+from labkit.record.events import Step, Timeline
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower, Recording
+from labkit.record.follow import Recording
 from labkit.record.state import RunState
+from labkit.record.steps import Block
 
 _PARTS = 32  # into which a run is divided to look for its first finding, and the part where it is again
 _TITLE = 60  # characters of a finding's title
@@ -48,46 +50,50 @@ class Course:
 
 def course(folder: RunFolder) -> Course:
     """The course of a run that is over. Reads all of its events."""
-    follower, recording = Follower(folder), Recording(folder)
-    follower.poll()
-    state, began = follower.state, recording.began
-    ends = _step_ends(state) - began
-    last_step = float(ends[-1]) if len(ends) else 0.0
-    ended = max([state.status.ended or state.now or began, *(rank.ended or began for rank in state.ranks.values())])
-    seconds = max(ended - began, last_step)
-    moments = [Moment("start", "first step", float(ends[0]))] if len(ends) else []
-    for number in sorted({step for rank in state.ranks.values() for step in rank.timelines}):
-        times = [rank.timelines[number].t for rank in state.ranks.values() if number in rank.timelines]
-        moments.append(Moment("step", f"profiled step {number:,}", max(times) - began))
-    moments += _peak(state, began)
+    recording = Recording(folder)
+    due: dict[int, list[numpy.ndarray]] = {}
+    profiled: dict[int, float] = {}
+    last = 0.0
+    for event, times in recording.to_end():
+        last = max(last, float(times[-1]))
+        if isinstance(event, (Step, Block)):
+            due.setdefault(event.rank, []).append(times)
+        elif isinstance(event, Timeline):
+            profiled[event.step] = max(last, profiled.get(event.step, 0.0))
+    state, began = recording.state, recording.began
+    times_of = {rank: numpy.concatenate(parts) for rank, parts in due.items()}
+    steps = _step_ends(state, times_of)
+    seconds = max(last, (state.status.ended or began) - began)
+    moments = [Moment("start", "first step", float(steps[0]))] if len(steps) else []
+    moments += [Moment("step", f"profiled step {step:,}", position) for step, position in sorted(profiled.items())]
+    moments += _peak(state, times_of)
     moments += _first_finding(folder, state, seconds)
     moments.append(Moment("end", state.status.state, seconds))
-    placed = [moment for moment in moments if 0.0 <= moment.position <= seconds]
-    return Course(seconds, ends, sorted(placed, key=lambda moment: moment.position))
+    return Course(seconds, steps, sorted(moments, key=lambda moment: moment.position))
 
 
-def _step_ends(state: RunState) -> numpy.ndarray:
-    """When the last rank finished each step of the newest attempt, in Unix seconds; without steps that a rank lacks."""
-    columns = [rank.steps.values("t", rank.first_step, len(rank.steps)) for rank in state.ranks.values()]
-    columns = [column for column in columns if len(column)]
+def _step_ends(state: RunState, due: Mapping[int, numpy.ndarray]) -> numpy.ndarray:
+    """When the last rank finished each step of the newest attempt; without steps that a rank lacks."""
+    columns = []
+    for number, rank in state.ranks.items():
+        newest = len(rank.steps) - rank.first_step
+        if newest and number in due:
+            columns.append(due[number][-newest:])
     shortest = min(map(len, columns), default=0)
-    if not shortest:
-        return numpy.empty(0)
-    last = numpy.max([column[:shortest] for column in columns], axis=0)
-    ends: numpy.ndarray = numpy.maximum.accumulate(last)
+    ends: numpy.ndarray = numpy.max([column[:shortest] for column in columns], axis=0) if shortest else numpy.empty(0)
     return ends
 
 
-def _peak(state: RunState, began: float) -> list[Moment]:
-    """The step in which a rank held most, if memory was measured."""
+def _peak(state: RunState, due: Mapping[int, numpy.ndarray]) -> list[Moment]:
+    """The end of the step in which a rank held most, if memory was measured."""
     most, when = 0.0, 0.0
-    for rank in state.ranks.values():
-        peaks = rank.steps.values("peak", 0, len(rank.steps))
-        if len(peaks) and not numpy.isnan(peaks).all():
-            index = int(numpy.nanargmax(peaks))
-            if peaks[index] > most:
-                most, when = float(peaks[index]), float(rank.steps.values("t", index, index + 1)[0])
-    return [Moment("memory", f"peak of memory, {size(most)}", when - began)] if most else []
+    for number, times in due.items():
+        steps = state.ranks[number].steps
+        peaks = numpy.nan_to_num(steps.values("peak", 0, len(steps)))
+        index = int(peaks.argmax()) if len(peaks) else 0
+        if index < min(len(peaks), len(times)) and peaks[index] > most:
+            most, when = float(peaks[index]), float(times[index])
+    return [Moment("memory", f"peak of memory, {size(most)}", when)] if most else []
 
 
 def _first_finding(folder: RunFolder, state: RunState, seconds: float) -> list[Moment]:

@@ -167,29 +167,40 @@ class Recording:
 
     def seek(self, position: float) -> None:
         """Goes to a moment, in seconds since the run began; a later `poll` continues from there."""
-        moment = self.began + position
+        moment = self.began + position + _ROUNDING
         if moment < self._at:
             self._rewind()
         self._at, self._looked = moment, None
         self._fold()
 
+    def to_end(self) -> Iterator[tuple[Event | Block, numpy.ndarray]]:
+        """Goes to the end of the run; yields each event that is folded in, and when it is due, in seconds since the run
+        began: one time, or those of the steps of a block."""
+        self._at, self._looked = math.inf, None
+        for event, times in self._folded():
+            yield event, times - self.began
+
     def _fold(self) -> bool:
-        changed = not self._begun
+        before = self.state.revision
+        for _ in self._folded():
+            pass
+        return self.state.revision != before
+
+    def _folded(self) -> Iterator[tuple[Event | Block, numpy.ndarray]]:
         self._begin()
         broken = sum(reader.broken for reader in self._readers)
         for stream in self._streams:
-            for event in stream.take(self._at):
+            for event, times in stream.take(self._at):
                 self.state.apply(event)
-                changed = True
+                yield event, times
         self.state.broken += sum(reader.broken for reader in self._readers) - broken
         if (
             self._last is not None
             and all(stream.due == math.inf for stream in self._streams)
-            and self._at >= (self._last.ended or 0.0) - _ROUNDING
+            and self._at >= (self._last.ended or 0.0)
         ):
             self.state.apply(self._last)
-            self._last, changed = None, True
-        return changed
+            self._last = None
 
     def _begin(self) -> None:
         """Folds in the Spec, the predictions and the initial status, once."""
@@ -221,20 +232,20 @@ class _Stream:
         self.due = math.inf
         self._advance()
 
-    def take(self, until: float) -> Iterator[Event | Block]:
-        """The events that are due at `until`; a block of steps is split there."""
+    def take(self, until: float) -> Iterator[tuple[Event | Block, numpy.ndarray]]:
+        """The events that are due at `until`, and when they are; a block of steps is split there."""
         while self._next is not None and self.due <= until:
-            event = self._next
+            event, times = self._next, self._times
             if isinstance(event, Block):
-                count = int(numpy.searchsorted(self._times, until, side="right"))
+                count = int(numpy.searchsorted(times, until, side="right"))
                 if count < len(event):
-                    self._next, self._times = event.part(count, len(event)), self._times[count:]
+                    self._next, self._times = event.part(count, len(event)), times[count:]
                     self.due = float(self._times[0])
-                    yield event.part(0, count)
+                    yield event.part(0, count), times[:count]
                     return
-                self._now = float(self._times[-1])
+                self._now = float(times[-1])
             self._advance()
-            yield event
+            yield event, times
 
     def _advance(self) -> None:
         self._next = next(self._events, None)

@@ -64,6 +64,19 @@ def test_the_course_of_a_run(run):
     assert found.end_of(0) == 0.0 and found.end_of(99) == found.end_of(20)
 
 
+def test_a_step_is_over_when_a_replay_shows_it(run):
+    """It may be written after an event with a later time, such as the measurements of the step before it."""
+    for number in range(1, 11):
+        run.step()
+        for writer in run.writers:
+            writer.write("memory", t=run.newest + (0.02 * number), owners={"parameters": 1})
+    run.status("finished", started=run.began, ended=run.began + 3)
+    found, recording = course(run.folder), Recording(run.folder)
+    for number in (3, 1, 10, 9):
+        recording.seek(found.end_of(number))
+        assert recording.state.step == number
+
+
 def test_the_first_finding_is_where_it_could_be_seen(run):
     run.step(10)
     for writer in run.writers:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import wait_until
-from fabricate import FakeRun
+from fabricate import FakeRun, finished_folder
 from panels import lines_of, sent_by, started_run
 
 from labkit import SpecError
@@ -94,6 +94,22 @@ def test_the_moments_of_a_run_are_sent_to_a_page(recorded, monkeypatch):
     assert (place["position"], place["playing"]) == (0.0, False)
     lab._recorded.choose("")
     assert messages[-1] == {"kind": "course", "course": None, "buffers": None}, "the configuration has no time line"
+
+
+def test_two_runs_are_replayed_in_step(recorded, runs):
+    """The second one takes twice as long for a step."""
+    slow = finished_folder(runs, "fsdp2", 2, step_seconds=0.1)
+    lab = opened(Lab(recorded=[recorded.path, slow.path]))
+    view = lab._view
+    view.replay.to_step(7)
+    wait_until(lambda: view.state.step == 7)
+    wait_until(lambda: "step 7" in view._beside.names[1].value)
+    assert "FSDP2" in view._beside.names[1].value and "DDP" in view._beside.names[0].value
+    assert view._beside.machine.widget in view.live.children
+    lab._recorded.beside.value = ""
+    wait_until(lambda: view._beside.machine.widget not in view.live.children and not lab._starting)
+    with pytest.raises(SpecError, match="a run or a pair of runs"):
+        Lab(recorded=["last"] * 3)
 
 
 def test_logs_of_a_recording_say_that_they_are_whole(recorded, monkeypatch):

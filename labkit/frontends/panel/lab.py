@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import ipywidgets
@@ -13,7 +14,7 @@ from labkit.frontends.panel import words
 from labkit.frontends.panel.choices import Availability, Choices
 from labkit.frontends.panel.compare import CompareTab
 from labkit.frontends.panel.presentation import Presentation
-from labkit.frontends.panel.recorded import Install, Pack, Recorded, find, spec_of, text_of
+from labkit.frontends.panel.recorded import Install, Pack, Recorded, find_all, spec_of, text_of
 from labkit.frontends.panel.view import RunView, StaticFigures, display_static, style, wait_and_display
 from labkit.frontends.panel.words import sentence_html
 from labkit.launch.warm.client import prepare
@@ -36,7 +37,8 @@ class Lab:
     steps=200)`.
 
     `cold` starts every run with torchrun instead of the warm server. `presentation` starts in presentation mode, for a
-    projector. `recorded` opens a recorded run for replay: its name or the end of its name, its path, or `last`.
+    projector. `recorded` opens a recorded run for replay: its name or the end of its name, its path, or `last`; of a
+    pair of runs, the second one is shown in step with the first.
     If headless (nbclient, a batch run), the cell runs the job to its end and displays static figures, or those of the
     recorded run. Raises `SpecError` for invalid defaults.
     """
@@ -46,13 +48,13 @@ class Lab:
         *,
         presentation: bool = False,
         cold: bool = False,
-        recorded: str | os.PathLike[str] | None = None,
+        recorded: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         **defaults: Any,
     ):
         check_flag("presentation", presentation)
         check_flag("cold", cold)
         self._cold = cold
-        opened = None if recorded is None else find(recorded)
+        opened = find_all(recorded)
         self._availability = Availability(self._answered)
         self._drawing = threading.RLock()  # an answer may arrive while a change is drawn
         self._choices = Choices(Machine.here(), defaults, self._changed)
@@ -64,8 +66,8 @@ class Lab:
         self._starting = False  # whether a thread starts a run or opens a recorded one
         self._make(presentation)
         self._changed()
-        if opened is not None:
-            self._recorded.choose(str(opened.path))
+        if opened:
+            self._recorded.choose(*(str(folder.path) for folder in opened))
 
     @property
     def spec(self) -> Spec:
@@ -126,8 +128,10 @@ class Lab:
             print("The panel needs a notebook; open one with: python3 -m labkit lab")
             return
         if headless():
-            if self._recorded.which.value:
-                _display_recorded(RunFolder(self._recorded.which.value))
+            shown = [path for path in (self._recorded.which.value, self._recorded.beside.value) if path]
+            for path in shown:
+                _display_recorded(RunFolder(path))
+            if shown:
                 return
             self._run = Run(start(self.spec, cold=self._cold))
             wait_and_display(self._run)
@@ -216,17 +220,19 @@ class Lab:
         self._starting = True
         self._free(False)
         self._view.say("opening the recorded run")
-        threading.Thread(target=self._read, args=(RunFolder(path),), daemon=True, name="labkit recording").start()
+        paths = (path, self._recorded.beside.value)
+        threading.Thread(target=self._read, args=paths, daemon=True, name="labkit recording").start()
 
     def _show_buttons(self, shown: bool) -> None:
         """A recorded run has a time line instead of the buttons that run, stop and predict."""
         for button in (self._run_button, self._view.stop_button, self._view.predict.button):
             button.layout.display = "" if shown else "none"
 
-    def _read(self, folder: RunFolder) -> None:
-        """Runs outside the kernel's main thread because it reads all events of the run."""
+    def _read(self, path: str, beside: str) -> None:
+        """Runs outside the kernel's main thread because it reads all events of the runs."""
+        folder = RunFolder(path)
         try:
-            self._view.open(folder)
+            self._view.open(folder, RunFolder(beside) if beside else None)
             self._open = folder
             self._recorded.describe(folder)
             spec = spec_of(folder)

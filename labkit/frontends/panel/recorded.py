@@ -8,13 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ipywidgets
 
-from labkit.common.arguments import check_path
+from labkit.common.arguments import check_path, shown
 from labkit.common.text import escape, visible, visible_line
 from labkit.common.units import size
 from labkit.frontends.panel.words import sentence_html, state_html
@@ -183,10 +183,12 @@ class Install:
 
 _NEWEST = 20  # runs in the list
 _NONE = "choose …"
+_ALONE = "no other run"
 
 
 class Recorded:
-    """The list of recorded runs, and the description of the open one.
+    """The lists of recorded runs, one of which is opened and another one shown in step with it, and the description of
+    the open one.
 
     `on_choice` is called with the path of the selected run, empty for none.
     """
@@ -200,11 +202,16 @@ class Recorded:
         self.close_button = ipywidgets.Button(description="✕ Close", tooltip="Back to the configuration")
         self.close_button.on_click(lambda _: self.choose(""))
         self.close_button.add_class("labkit-close")
-        self.which.layout.width = "170px"
-        self.which.add_class("labkit-field")
+        hint = "Show another run below, always after as many steps"
+        self.beside = ipywidgets.Dropdown(options=[(_ALONE, "")], description="In step with", tooltip=hint)
+        self.beside.observe(lambda _: self._listing or self._on_choice(self.which.value), "value")
+        for widget in (self.which, self.beside):
+            widget.layout.width = "170px"
+            widget.add_class("labkit-field")
         self._title, self._said = ipywidgets.HTML(), ipywidgets.HTML()
-        self.which.add_class("labkit-recorded-runs")
-        row = ipywidgets.HBox([self.which, self.close_button])
+        for widget in (self.which, self.beside):
+            widget.add_class("labkit-recorded-runs")
+        row = ipywidgets.HBox([self.which, self.beside, self.close_button])
         row.add_class("labkit-row")
         self.widgets = (self._title, self._said, row)
         self.refresh()
@@ -214,10 +221,16 @@ class Recorded:
         there = [folder for folder in RunFolder.all()[: -_NEWEST - 1 : -1] if folder.trouble() or is_recorded(folder)]
         self._list([(_NONE, ""), *((label(folder), str(folder.path)) for folder in there)])
 
-    def choose(self, path: str) -> None:
-        """Selects a run by its path and calls `on_choice`; an empty path clears the selection."""
-        if path not in [value for _, value in self.which.options]:
-            self._list([*self.which.options, (label(RunFolder(path)), path)])
+    def choose(self, path: str, beside: str = "") -> None:
+        """Selects a run by its path, and one beside it, and calls `on_choice`; an empty path clears the selection."""
+        options = list(self.which.options)
+        for chosen in (path, beside):
+            if chosen not in [value for _, value in options]:
+                options.append((label(RunFolder(chosen)), chosen))
+        self._list(options)
+        self._listing = True
+        self.beside.value = beside
+        self._listing = False
         self.which.value = path
 
     def _list(self, options: list[tuple[str, str]]) -> None:
@@ -226,8 +239,11 @@ class Recorded:
             options.append((label(RunFolder(chosen)), chosen))
         self._listing = True  # setting the options selects the first one for a moment
         try:
+            beside = self.beside.value
             self.which.options = options
             self.which.value = chosen
+            self.beside.options = [(_ALONE, ""), *((text, path) for text, path in options if path)]
+            self.beside.value = beside
         finally:
             self._listing = False
 
@@ -238,7 +254,7 @@ class Recorded:
     def describe(self, folder: RunFolder) -> None:
         """Shows which run is open, and when and where it was recorded."""
         self._title.value = (
-            f'<div class="labkit-recording" role="status"><b>{escape(_what(folder))}</b>'
+            f'<div class="labkit-recording" role="status"><b>{escape(what(folder))}</b>'
             f" {escape(recorded_words(folder))}</div>"
         )
         self._said.value = (
@@ -246,6 +262,15 @@ class Recorded:
             "nothing is training now.</div>"
             "<div>Play it, or point at any moment of its time line below.</div></div>"
         )
+
+
+def find_all(names: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> list[RunFolder]:
+    """A recorded run, or a pair of them, as `find` does; none for None."""
+    if names is None or isinstance(names, (str, os.PathLike)):
+        return [] if names is None else [find(names)]
+    if not isinstance(names, (list, tuple)) or not 1 <= len(names) <= 2:
+        raise SpecError("recorded", f"recorded must be a run or a pair of runs, got {shown(names)}")
+    return [find(name) for name in names]
 
 
 def find(name: str | os.PathLike[str]) -> RunFolder:
@@ -268,7 +293,7 @@ def spec_of(folder: RunFolder) -> Spec | None:
         return None
 
 
-def _what(folder: RunFolder) -> str:
+def what(folder: RunFolder) -> str:
     """Describes a run: `DDP: CNN on digits, 2 ranks`."""
     asked = folder.read_spec()
     strategy, workload = STRATEGIES.get(asked.strategy), WORKLOADS.get(asked.workload)

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import ipywidgets
@@ -14,6 +15,7 @@ from labkit import figures
 from labkit.analysis.diagnose import findings
 from labkit.analysis.ledger import ledger
 from labkit.analysis.summary import summarise
+from labkit.common.text import escape
 from labkit.figures import machine
 from labkit.figures.controls import CONFIG
 from labkit.figures.tables import findings_html, ledger_html, ranks_html
@@ -23,6 +25,7 @@ from labkit.frontends.panel.machine import MachinePicture
 from labkit.frontends.panel.predict import Before
 from labkit.frontends.panel.presentation import Presentation
 from labkit.frontends.panel.profiled import MemoryTab, TimelineTab
+from labkit.frontends.panel.recorded import what
 from labkit.frontends.panel.replay import Replay
 from labkit.frontends.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of
 from labkit.plan.spec import Spec
@@ -103,6 +106,26 @@ def style() -> ipywidgets.HTML:
     return ipywidgets.HTML(f"<style>{css}</style>", layout={"display": "none"})
 
 
+class Beside:
+    """The picture and the charts of a second recorded run, below those of the first one, each under its name."""
+
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
+        self.names = [ipywidgets.HTML() for _ in range(2)]
+        for name in self.names:
+            name.add_class("labkit-beside")
+        self.machine, self.charts = MachinePicture(lock), Charts(lock=lock)
+        self.drawn = (self.machine, self.charts)
+        for live in self.drawn:
+            live.shown()
+        self._state: RunState | None = None
+
+    def show(self, state: RunState) -> None:
+        """Draws a state, whole if it is another one than before."""
+        for live in self.drawn:
+            live.draw(state, final=state.over) if state is self._state else live.restart(state)
+        self._state = state
+
+
 class RunView:
     """The widgets of one run at a time, laid out by a panel. `follow` shows a run, `open` a recorded one; a run that is
     over has a time line, which replays it.
@@ -142,8 +165,8 @@ class RunView:
         self._before = Before(chosen, self._predicted)
         self.predict, self.guess = self._before.predict, self._before.guess
         self.replay = Replay(self._show_moment, self._lock)
-        above = (self.findings, self.guess.widget, self.replay.widget, self.machine.widget, self._before.widget)
-        self.live = ipywidgets.VBox([*above, self.charts.widget])
+        self._beside: Beside | None = None  # made when a second run is shown for the first time
+        self.live = ipywidgets.VBox(self._alone())
         self.live.add_class("labkit-live")
         self.logs = Logs()
         self.timeline, self.memory = (Tab(lambda: self._folder, self._lock) for Tab in (TimelineTab, MemoryTab))
@@ -156,6 +179,10 @@ class RunView:
         self._folder: RunFolder | None = None  # of the run that `state` is of
         self._recorded = self._stopping = self._busy = self._paused = False
         self._thread: threading.Thread | None = None
+
+    def _alone(self) -> list[ipywidgets.Widget]:
+        above = (self.findings, self.guess.widget, self.replay.widget, self.machine.widget, self._before.widget)
+        return [*above, self.charts.widget]
 
     def shown(self) -> None:
         """Call this when the widgets are displayed."""
@@ -189,6 +216,7 @@ class RunView:
         state.apply(SpecFields.of(spec))
         self._job, self._recorded, self._stopping = None, False, False
         self.replay.close()
+        self.live.children = self._alone()
         self._begin(state)
         self.plan(spec)
 
@@ -213,19 +241,37 @@ class RunView:
         )
         self._thread.start()
 
-    def open(self, folder: RunFolder) -> None:
-        """Shows the beginning of a recorded run, and its time line. Reads all of its events."""
+    def open(self, folder: RunFolder, beside: RunFolder | None = None) -> None:
+        """Shows the beginning of a recorded run, and its time line; with another one `beside` it, in step. Reads all of
+        their events."""
         self._job, self._recorded, self._stopping = None, True, False
         self._folder = folder
-        self.replay.open(folder)
+        others = [beside] if beside else []
+        self.replay.open(folder, *others)
         self.logs.restart(folder, self.state.world_size, _WHOLE)
+        if not beside:
+            self.live.children = self._alone()
 
     def _show_moment(self, recordings: Sequence[Recording], playing: bool) -> None:
-        """Shows a recorded run at a moment."""
+        """Shows a recorded run at a moment, and another one beside it."""
+        first, *others = recordings
         self._recorded, self._paused = True, not playing
-        if recordings[0].state is not self.state:
-            self._switch(recordings[0].state, self._folder)
+        if first.state is not self.state:
+            self._switch(first.state, self._folder)
         self._draw()
+        for second in others:
+            self._show_beside(first, second)
+
+    def _show_beside(self, first: Recording, second: Recording) -> None:
+        beside = self._beside = self._beside or Beside(self._lock)
+        for widget, recording in zip(beside.names, (first, second)):
+            state = recording.state
+            widget.value = f"<b>{escape(what(recording.folder))}</b> {escape(state.words)} · step {state.step:,}"
+        pictures = [beside.names[0], self.machine.widget, beside.names[1], beside.machine.widget]
+        shown = [self.findings, self.replay.widget, *pictures, self.charts.widget, beside.charts.widget]
+        if list(self.live.children) != shown:
+            self.live.children = shown
+        beside.show(second.state)
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the run is over and its final state is shown."""

@@ -35,7 +35,13 @@ function render({ model, el }) {
   };
   slider.onchange = () => (dragged = false);
   speed.onchange = () => ask({ kind: "speed", speed: Number(speed.value) });
-  step.onchange = () => step.value !== "" && ask({ kind: "step", step: Number(step.value) });
+  const go = () => {
+    if (step.value !== "") ask({ kind: "step", step: Number(step.value) });
+  };
+  step.onchange = go;
+  step.onkeydown = (event) => {
+    if (event.key === "Enter") go(); // outside of a form, Enter changes nothing
+  };
 
   const heard = (message) => {
     if (message.kind === "course") {
@@ -45,7 +51,9 @@ function render({ model, el }) {
       slider.max = course.seconds;
       step.max = course.steps;
       marks.replaceChildren(...course.moments.map((moment) => mark(moment, course.seconds)));
-      jumps.replaceChildren(...course.moments.map((moment) => jump(moment, seek)));
+      const profiled = course.moments.filter(({ kind }) => kind === "step").slice(0, -1); // for those, marks are enough
+      const offered = course.moments.filter((moment) => !profiled.includes(moment));
+      jumps.replaceChildren(...offered.map((moment) => jump(moment, seek)));
     } else if (message.kind === "at" && course) {
       playing = message.playing;
       play.textContent = playing ? "❚❚" : "▶";
