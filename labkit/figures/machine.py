@@ -37,6 +37,7 @@ Changes = dict[str, Attributes]  # by the name of a shape; the attribute "text" 
 FRAMES = 120  # of a film
 _MESSAGES = ("send", "recv")
 _LEAST = 3  # frames that a collective is shown, however short it was
+_SEEN = 0.05  # of the limit: less is no more than a line in a tank
 _BETWEEN = "other"  # the phase of what belongs to no other one
 
 
@@ -88,10 +89,12 @@ class Acted:
 class Scene:
     """One step of all `ranks`, of `seconds`, and what it is, in words; if it is not `timed`, operations are counted
     instead. Without a step, `acted` is empty, and `held` has one moment: what each rank holds, or will hold by formula.
-    `on_one` is the number of ranks of a node."""
+    `nodes` are the ranks of each node by its host, if there are several; `limit` is the memory of a device in bytes, if
+    it is known."""
 
     ranks: int
-    on_one: int
+    nodes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    limit: float | None = None
     what: str = ""
     seconds: float = 0.0
     timed: bool = True
@@ -110,6 +113,11 @@ class Scene:
         return max((max(held.totals) for held in self.held.values()), default=0.0) or 1.0
 
     @cached_property
+    def full(self) -> float:
+        """The bytes of a full tank: the limit, if it is near enough for a rank's memory to be seen."""
+        return self.limit if self.limit and self.most > _SEEN * self.limit else self.most
+
+    @cached_property
     def peak(self) -> int:
         """The frame in which all ranks together hold most."""
         held = [
@@ -126,12 +134,13 @@ class Scene:
         steps = {abs(one.ranks[0] - number) for number, one in comm if one.call.op in _MESSAGES}
         apart = min(steps, default=0)
         if apart and self.ranks % apart == 0 and self.ranks // apart <= _MOST:
-            return Grid(self.ranks, self.ranks // apart, apart)
+            return Grid(self.ranks, self.ranks // apart, apart, framed=bool(self.nodes))
         inner = [len(one.ranks) for _, one in comm if len(one.ranks) > 1 and one.ranks[1] - one.ranks[0] == 1]
-        columns = min([self.on_one, *(length for length in inner if 1 < length < self.ranks)])
+        on_one = len(next(iter(self.nodes.values()), range(self.ranks)))
+        columns = min([on_one, *(length for length in inner if 1 < length < self.ranks)])
         if columns < 2 or columns > _MOST or columns == self.ranks == _MOST:
             columns = next((number for number in (4, 8, 6, 5, 7) if self.ranks % number == 0), _MOST)
-        return Grid(self.ranks, min(self.ranks, columns))
+        return Grid(self.ranks, min(self.ranks, columns), framed=bool(self.nodes))
 
     @cached_property
     def frames(self) -> list[Changes]:
@@ -157,14 +166,17 @@ def scene(state: RunState) -> Scene:
     found = {rank.rank: rank.timelines[step] for rank in ranks if step in rank.timelines}
     measured = {number: state.ranks[number].memory_step for number in found}
     held = {} if found or (plan and plan.classes) else _holding(state)
-    hosts = [rank.host for rank in ranks]
-    on_one = hosts.count(hosts[0]) if len(set(hosts)) > 1 else world
-    made_of = [*found.items(), *measured.items(), plan, world, on_one, held]
-    _, (made_before, known) = state.derived.get(scene, (0, ([], Scene(0, 0))))
+    nodes: dict[str, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank.host or "", []).append(rank.rank)
+    nodes = nodes if len(nodes) > 1 else {}
+    limit = min((limit for number in state.ranks if (limit := state.device_memory(number))), default=None)
+    made_of = [*found.items(), *measured.items(), plan, world, nodes, limit, held]
+    _, (made_before, known) = state.derived.get(scene, (0, ([], Scene(0))))
     if made_of == made_before:
         same: Scene = known
         return same
-    shown = Scene(world, on_one, held={number: _still(owners) for number, owners in held.items()})
+    shown = Scene(world, nodes, limit, held={number: _still(owners) for number, owners in held.items()})
     if step is not None and found:
         shifts, _ = aligned(found, ahead(state))
         moved = {number: _moved(timeline, shifts[number]) for number, timeline in found.items()}
@@ -302,17 +314,20 @@ _ARCS, _LEGEND = 22.0, 24.0  # above and below the cards
 _FULL = 16  # ranks whose cards have words
 _CARDS = 64  # the first ranks, if there are more
 _MOST = 8  # cards in a row
-_NARROW = 120.0  # width of a card
+_NARROW, _WIDE = 120.0, 180.0  # width of a card
+_FRAME = 6.0  # between a node and its cards
 _NEXT = 0.7  # units between two stretches of a strip
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The cards in rows and columns. Rank r stands in column (r // `apart`) % `columns`."""
+    """The cards in rows and columns, with room for the frames of nodes if they are `framed`. Rank r stands in column
+    (r // `apart`) % `columns`."""
 
     ranks: int
     columns: int
     apart: int = 1
+    framed: bool = False
 
     @property
     def rows(self) -> int:
@@ -338,7 +353,7 @@ class Grid:
     @property
     def above(self) -> float:
         """The room above a row: for arcs between cards that are no neighbours."""
-        return _ARCS if self.columns > 2 else 6.0
+        return _ARCS if self.columns > 2 or self.framed else 6.0
 
     @property
     def total(self) -> float:
@@ -408,6 +423,7 @@ def film(state: RunState) -> Film:
     """The picture of a state, and its course over one step."""
     shown = scene(state)
     picture, cards = _Picture(), [_Card(shown, number) for number in range(shown.ranks)]
+    _draw_nodes(picture, shown)
     _Flows(shown).draw(picture)
     for card in cards:
         card.draw(picture, state)
@@ -570,7 +586,7 @@ class _Card:
             for owner in OWNERS:
                 if owner not in owned:
                     continue
-                share = owned[owner] / shown.most
+                share = owned[owner] / shown.full
                 if self._words:
                     upper, lower = round(top + height * (1 - filled - share)), round(top + height * (1 - filled))
                     changes[f"{owner}{self.rank}"] = {"y": f"{upper}", "height": f"{lower - upper}"}
@@ -583,7 +599,8 @@ class _Card:
                     }
                 filled += share
             if self._words:
-                changes[f"bytes{self.rank}"] = {"text": size(sum(owned.values()))}
+                of = f" of {size(shown.limit)}" if shown.limit and self._width > _WIDE else ""
+                changes[f"bytes{self.rank}"] = {"text": size(sum(owned.values())) + of}
         if self._words and self.rank in shown.acted:
             word, colour = _doing(shown.acted[self.rank], start, end)
             letters = min(11.5, (self._pill - 10) / (0.58 * max(1, len(word))))
@@ -656,6 +673,38 @@ def _status(state: RunState, number: int) -> tuple[str, str]:
     if rank.waiting is not None and not state.over:
         return f"waits {max(0.0, (state.now or 0.0) - rank.waiting.since):.0f} s", _LATE
     return rank.device_name or rank.device, ""
+
+
+def _draw_nodes(picture: _Picture, shown: Scene) -> None:
+    """A frame around the cards of each node, unless other cards stand between them."""
+    places, boxes = shown.grid, {}
+    for host, ranks in shown.nodes.items():
+        corners = [places.corner(rank) for rank in ranks]
+        left, top = (min(values) - _FRAME for values in zip(*corners))
+        right, bottom = (max(values) + _FRAME for values in zip(*corners))
+        boxes[host] = left, top, right + places.width, bottom + places.height
+        inside = [rank for rank in range(places.ranks) if _is_inside(places.corner(rank), boxes[host])]
+        if inside != [*ranks]:
+            return
+    for number, (host, (left, top, right, bottom)) in enumerate(boxes.items()):
+        picture.rectangle(
+            f"node{number}",
+            left,
+            top,
+            right - left,
+            bottom - top,
+            rx="12",
+            fill="none",
+            stroke="currentColor",
+            stroke_opacity="0.4",
+            stroke_dasharray="3 4",
+        )
+        picture.text(f"host{number}", left + 10, top - 4, host, font_size="10.5", opacity="0.85")
+
+
+def _is_inside(corner: tuple[float, float], box: tuple[float, float, float, float]) -> bool:
+    left, top, right, bottom = box
+    return left < corner[0] < right and top < corner[1] < bottom
 
 
 def _legend(picture: _Picture, shown: Scene, ranks: int) -> None:

@@ -398,6 +398,11 @@ class RunState:
         """The time of the newest sample of the supervisor, in Unix seconds; None if there is none."""
         return float(self.system.t[-1]) if len(self.system.t) else None
 
+    def device_memory(self, rank: int) -> float | None:
+        """The memory of a rank's GPU in bytes; None on the CPU, and on a node whose GPUs were not sampled."""
+        device = self.ranks[rank].device.removeprefix("cuda:") if rank in self.ranks else ""
+        return float(self.system.gpu_memory_total.get(int(device)) or 0) or None if device.isdigit() else None
+
     @property
     def replicas(self) -> float:
         """The number of ranks that train on the same samples: 1 under data parallelism, the world size under tensor

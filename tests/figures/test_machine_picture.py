@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 import pytest
-from folded import applied
+from folded import applied, apply
 from profiled_steps import MIB, memory_event, state_of, step_event, timeline_event
 
 from labkit.figures.colours import OPERATIONS, OTHER_OPERATION, PHASES, ink_on
@@ -133,6 +133,46 @@ def test_the_tank_shows_what_is_held_at_each_moment_and_the_peak():
     assert float(peak["activations0"]["height"]) == pytest.approx(tank / 2, abs=1)
     assert float(start["activations0"]["height"]) == 0
     assert "up to 8.0 MiB" in film(state).label
+
+
+HELD = {"parameters": [4 * MIB, 8 * MIB, 4 * MIB]}
+
+
+def system_event(total: int) -> dict:
+    return {"t": 1.0, "kind": "system", "gpus": [{"index": 0, "memory_total": total, "memory_used": 0}]}
+
+
+def on_gpu(total: int) -> RunState:
+    state = state_of(timeline_event(0), memory_event(0, HELD), nproc=1)
+    apply(state, {"t": 1.0, "rank": 0, "kind": "device", "device": "cuda:0"}, system_event(total))
+    return state
+
+
+def test_a_tank_is_as_large_as_the_device_if_its_memory_can_be_seen_in_it():
+    most = scene(state_of(timeline_event(0), memory_event(0, HELD), nproc=1)).most
+    assert scene(on_gpu(int(4 * most))).full == int(4 * most)
+    assert "of " in at(on_gpu(int(4 * most)), 0.5)["bytes0"]["text"]
+    assert scene(on_gpu(int(400 * most))).full == most
+
+
+def test_nodes_are_frames_around_their_ranks():
+    state = state_of(*(timeline_event(rank) for rank in range(4)), nproc=4)
+    apply(state, *({"t": 1.0, "rank": rank, "kind": "start", "host": f"<b>{rank // 2}"} for rank in range(4)))
+    shapes, places = film(state).shapes, scene(state).grid
+    assert places.columns == 2
+    for number in range(2):
+        _, box = shapes[f"node{number}"]
+        top = float(box["y"])
+        inside = [rank for rank in range(4) if top < places.corner(rank)[1] < top + float(box["height"])]
+        assert inside == [2 * number, 2 * number + 1]
+        assert shapes[f"host{number}"][1]["text"] == f"<b>{number}"
+    assert "<b>" not in still(film(state), 0)
+
+
+def test_ranks_of_nodes_that_do_not_stand_together_have_no_frames():
+    state = state_of(*(timeline_event(rank) for rank in range(4)), nproc=4)
+    apply(state, *({"t": 1.0, "rank": rank, "kind": "start", "host": f"host{rank in (1, 2)}"} for rank in range(4)))
+    assert not [name for name in film(state).shapes if name.startswith("node")]
 
 
 def test_memory_that_was_measured_in_another_step_follows_the_phases_of_this_one():

@@ -143,7 +143,7 @@ def _what_fits(state: RunState, rank: RankState | None, asked: float, held: Mapp
     of ranks.
     """
     usual = one_of(state, "smaller batch", "accumulate for memory", "checkpoint activations", "shard")
-    limit = _limit(state, rank)
+    limit = state.device_memory(rank.rank) if rank is not None else None
     whole = limit or float(1 << 40)
     if asked > whole:
         return (
@@ -163,11 +163,6 @@ def _what_fits(state: RunState, rank: RankState | None, asked: float, held: Mapp
     return (
         f"reduce the batch per rank to {fits}, which fits by this breakdown; or {usual}" if 0 < fits < batch else usual
     )
-
-
-def _limit(state: RunState, rank: RankState | None) -> float | None:
-    number = (rank.device if rank is not None else "").removeprefix("cuda:")
-    return float(state.system.gpu_memory_total.get(int(number)) or 0) or None if number.isdigit() else None
 
 
 def first_failure(state: RunState) -> Iterator[Finding]:
