@@ -316,6 +316,7 @@ _CARDS = 64  # the first ranks, if there are more
 _MOST = 8  # cards in a row
 _NARROW, _WIDE = 120.0, 180.0  # width of a card
 _FRAME = 6.0  # between a node and its cards
+_LETTER = 6.0  # units of a letter of a status
 _NEXT = 0.7  # units between two stretches of a strip
 
 
@@ -484,16 +485,11 @@ class _Card:
             stroke_opacity="0.28",
         )
         picture.rectangle(f"mark{rank}", x + 8, y + 8, 9, 9, rx="4.5", fill=colours.rank_colour(rank))
-        picture.text(
-            f"name{rank}",
-            x + 21,
-            y + 17,
-            f"rank {rank}" if self._words else f"{rank}",
-            font_weight="600",
-            font_size="12.5",
-        )
+        name = f"rank {rank}" if self._words else f"{rank}"
+        picture.text(f"name{rank}", x + 21, y + 17, name, font_weight="600", font_size="12.5")
         status, tone = _status(state, rank)
-        if self._words and (tone or self._width > 130):
+        status = _fitting(status, self._width - 37 - 7.5 * len(name))
+        if self._words and status:
             picture.text(
                 f"status{rank}",
                 x + self._width - 8,
@@ -655,6 +651,16 @@ def _doing(acted: Acted, start: float, end: float) -> tuple[str, str]:
     alike = [number for number, (other, *_) in enumerate(phases) if other == name]
     which = f" {alike.index(index) + 1}/{len(alike)}" if len(alike) > 1 and name in ("forward", "backward") else ""
     return name + which, colours.PHASES.get(name, colours.INK)
+
+
+def _fitting(status: str, room: float) -> str:
+    """As many of the first words as there are units of room for, without the name of a vendor; of a single long word
+    its beginning."""
+    most = int(room / _LETTER)
+    status = status.removeprefix("NVIDIA ")
+    while len(status) > most and " " in status:
+        status = status[: status.rindex(" ")]
+    return status if len(status) <= most else f"{status[: most - 1]}…" if most > 4 else ""
 
 
 _BAD, _LATE = "var(--labkit-bad-ink, #c04f00)", "var(--labkit-slow-ink, #8a5600)"

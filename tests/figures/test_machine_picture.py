@@ -138,6 +138,19 @@ def test_the_tank_shows_what_is_held_at_each_moment_and_the_peak():
 HELD = {"parameters": [4 * MIB, 8 * MIB, 4 * MIB]}
 
 
+def test_a_long_name_of_a_device_is_shortened_to_its_room():
+    state = state_of(
+        *(timeline_event(rank, comm=[call("all_reduce", 0.02, 0.03, range(8))]) for rank in range(8)), nproc=8
+    )
+    named = {"kind": "device", "device": "cuda:0", "device_name": "NVIDIA H100 80GB HBM3"}
+    apply(state, *({"t": 1.0, "rank": rank} | named for rank in range(8)))
+    shapes = film(state).shapes
+    assert shapes["status0"][1]["text"] == "H100 80GB"
+    error = {"kind": "error", "type": "A" * 40, "message": "bad", "stack": ""}
+    apply(state, {"t": 1.0, "rank": 1} | error)
+    assert film(state).shapes["status1"][1]["text"].endswith("A…")
+
+
 def system_event(total: int) -> dict:
     return {"t": 1.0, "kind": "system", "gpus": [{"index": 0, "memory_total": total, "memory_used": 0}]}
 

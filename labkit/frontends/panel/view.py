@@ -177,7 +177,7 @@ class RunView:
         self._on_over = on_over
         self._job: Job | None = None
         self._folder: RunFolder | None = None  # of the run that `state` is of
-        self._recorded = self._stopping = self._busy = self._paused = False
+        self._recorded = self._replayed = self._stopping = self._busy = self._paused = False
         self._thread: threading.Thread | None = None
 
     def _alone(self) -> list[ipywidgets.Widget]:
@@ -214,7 +214,8 @@ class RunView:
         """Shows empty charts for a run that has not started, and its expected memory and traffic."""
         state = RunState()
         state.apply(SpecFields.of(spec))
-        self._job, self._recorded, self._stopping = None, False, False
+        self._job = None
+        self._recorded = self._replayed = self._stopping = False
         self.replay.close()
         self.live.children = self._alone()
         self._begin(state)
@@ -235,7 +236,8 @@ class RunView:
         """Shows a run until it is over; it has stored what the learner entered."""
         self.guess.clear()
         self.replay.close()
-        self._job, self._recorded, self._stopping, self._busy = job, False, False, True
+        self._job, self._stopping, self._busy = job, False, True
+        self._recorded = self._replayed = False
         self._thread = threading.Thread(
             target=self._watch, args=(job,), daemon=True, name=f"labkit view of {job.folder.name}"
         )
@@ -255,7 +257,7 @@ class RunView:
     def _show_moment(self, recordings: Sequence[Recording], playing: bool) -> None:
         """Shows a recorded run at a moment, and another one beside it."""
         first, *others = recordings
-        self._recorded, self._paused = True, not playing
+        self._replayed, self._paused = True, not playing
         if first.state is not self.state:
             self._switch(first.state, self._folder)
         self._draw()
@@ -321,7 +323,7 @@ class RunView:
 
     def _switch(self, state: RunState, folder: RunFolder | None) -> None:
         self.state, self._folder = state, folder
-        self.timeline.live = self.memory.live = not self._recorded
+        self.timeline.live = self.memory.live = not (self._recorded or self._replayed)
         for charts in self._all_charts():
             charts.restart(state)
 
@@ -358,9 +360,10 @@ class RunView:
             self._draw_state(self.state)
 
     def _draw_state(self, state: RunState) -> None:
-        if self._recorded:
+        if self._recorded or (self._replayed and not state.over):
             paused = " · paused" if self._paused and not state.over else ""
-            self.say(f"recorded: {state.words}{paused}", "quiet" if paused else tone_of(state))
+            source = "recorded" if self._recorded else "replay"
+            self.say(f"{source}: {state.words}{paused}", "quiet" if paused else tone_of(state))
         elif self._stopping and not state.over:
             self.say("stopping")  # again: the kernel may have said it while this thread said something else
         else:
