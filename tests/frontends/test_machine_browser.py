@@ -14,6 +14,7 @@ from profiled_steps import MIB, memory_event, timeline_event
 from labkit.figures.machine import film, stills
 from labkit.frontends.handout.page import Page, Plots
 from labkit.record.documents import SpecFields
+from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
 
 pytestmark = pytest.mark.browser
@@ -98,6 +99,19 @@ def test_nothing_moves_by_itself_for_a_reader_who_does_not_want_it(page, jupyter
     assert moment(machine) == stays
     style = "machine => getComputedStyle(machine.querySelector('.labkit-flow')).animationName"
     assert machine.evaluate(style) == "none"
+    a_panel_whose_kernel_was_restarted_says_so(page, jupyter)
+
+
+def a_panel_whose_kernel_was_restarted_says_so(page, jupyter) -> None:
+    """It shows nothing that seems to be alive, and the run that it had started has ended."""
+    page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.restartKernel()")
+    panel = page.locator(".labkit").first
+    sync_api.expect(panel.locator(".labkit-stop")).to_be_hidden(timeout=RUN_TIMEOUT)
+    said = panel.evaluate("panel => getComputedStyle(panel, '::before').content")
+    assert "no longer connected" in said
+    picture(page, "74-kernel-restarted")
+    (folder,) = RunFolder.all(jupyter.runs)
+    wait_until(lambda: folder.read_status().state == "stopped", 60)
 
 
 @pytest.fixture

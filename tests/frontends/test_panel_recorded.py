@@ -13,6 +13,7 @@ from panels import lines_of, sent_by, started_run
 from labkit import SpecError
 from labkit.frontends.panel import Lab
 from labkit.frontends.panel.presentation import Presentation
+from labkit.frontends.panel.recorded import under_way
 from labkit.record.folder import RunFolder
 from labkit.record.follow import recorded_words
 
@@ -94,6 +95,12 @@ def test_the_moments_of_a_run_are_sent_to_a_page(recorded, monkeypatch):
     assert (place["position"], place["playing"]) == (0.0, False)
     lab._recorded.choose("")
     assert messages[-1] == {"kind": "course", "course": None, "buffers": None}, "the configuration has no time line"
+
+
+def test_a_new_panel_says_what_is_under_way(fake):
+    assert under_way().startswith(f"{fake.folder.name} is under way")
+    fake.end()
+    assert under_way() == ""
 
 
 def test_two_runs_are_replayed_in_step(recorded, runs):

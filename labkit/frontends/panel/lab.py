@@ -14,7 +14,7 @@ from labkit.frontends.panel import words
 from labkit.frontends.panel.choices import Availability, Choices
 from labkit.frontends.panel.compare import CompareTab
 from labkit.frontends.panel.presentation import Presentation
-from labkit.frontends.panel.recorded import Install, Pack, Recorded, find_all, spec_of, text_of
+from labkit.frontends.panel.recorded import Install, Pack, Recorded, find_all, spec_of, text_of, under_way
 from labkit.frontends.panel.view import RunView, StaticFigures, display_static, style, wait_and_display
 from labkit.frontends.panel.words import sentence_html
 from labkit.launch.warm.client import prepare
@@ -141,6 +141,7 @@ class Lab:
         display(self._widget)
         self._static = StaticFigures()
         self._view.shown()
+        self._view.complain(under_way())  # such as a run of a panel that a reload of the page has lost
 
     # ---- reacting to a change of the configuration
 

@@ -285,6 +285,15 @@ def find(name: str | os.PathLike[str]) -> RunFolder:
     return folder
 
 
+def under_way() -> str:
+    """What trains on this machine already, in a sentence; empty if nothing does."""
+    folders = [folder for folder in RunFolder.all()[: -_NEWEST - 1 : -1] if not folder.trouble()]
+    names = [folder.name for folder in folders if current(folder).state in ("starting", "running")]
+    if not names:
+        return ""
+    return f"{names[0]} is under way, and would share the cores with another run; show({names[0]!r}) shows it"
+
+
 def spec_of(folder: RunFolder) -> Spec | None:
     """The Spec of a run; None if a newer version wrote fields that are unknown here."""
     try:
