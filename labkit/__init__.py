@@ -19,8 +19,8 @@ _HOMES = {  # no function may have the name of a subpackage: importing the subpa
     "atlas": "labkit.api",
     "check": "labkit.course.exercises",
     "compare": "labkit.api",
-    "diff_scripts": "labkit.plan.script",
-    "excerpt": "labkit.plan.script",
+    "diff_scripts": "labkit.figures.code",
+    "excerpt": "labkit.figures.code",
     "guess": "labkit.runs.guesses",
     "my_progress": "labkit.course.exercises",
     "on_trial": "labkit.course.claims",
@@ -30,7 +30,7 @@ _HOMES = {  # no function may have the name of a subpackage: importing the subpa
     "report": "labkit.frontends.magic",
     "run": "labkit.runs.handle",
     "show": "labkit.api",
-    "write_script": "labkit.plan.script",
+    "write_script": "labkit.figures.code",
 }
 
 __all__ = sorted(_HOMES)

@@ -25,51 +25,47 @@
 # Run a cell with **Shift + Enter**. The cells of this lab compute for about 1 minute on two cores.
 
 # %%
-from labkit import Lab, Spec, check, diff_scripts, guess, my_progress, run, show, write_script
+from labkit import Lab, Spec, check, diff_scripts, excerpt, guess, my_progress, pictures, run, show, write_script
 
 # %% [markdown]
 # ## What torchrun does
 #
 # A program that trains on several devices is *one* script, started *several times*: one process per device.
 # `torchrun` starts the processes and gives each one its numbers in environment variables.
-#
-# ```text
-#                            ┌─ process: RANK=0 LOCAL_RANK=0 ── device 0
-#                            │                   ▲
-# torchrun                  ─┤                   │ gradients
-#   --nproc-per-node=2       │                   ▼
-#   train.py                 └─ process: RANK=1 LOCAL_RANK=1 ── device 1
-# ```
+
+# %%
+pictures.launching.torchrun(ranks=2)
+
+# %% [markdown]
+# Every process runs all of `train.py`. The processes differ only in these numbers:
 #
 # - **rank**: the number of a process, counted across all machines.
 # - **local rank**: the number of a process on its machine. It selects the device.
 # - **world size**: the number of processes.
-# - **rendezvous**: the step in which the processes find each other before training starts. On one machine,
-#   `--standalone` sets it up.
 #
-# Every process runs all of `train.py`. The processes differ only in these numbers.
+# Before training starts, the processes find each other: the **rendezvous**. On one machine, `--standalone` sets it up.
 
 # %% [markdown]
 # ## One device
 #
-# `run` writes a training script, starts it under `torchrun`, and returns at once. `show` plots the run while it trains.
+# `run` writes a training script, starts it under `torchrun`, and returns at once. `show` draws the run while it trains.
 
 # %%
 one = run("single", steps=20)
 show(one)
 
 # %% [markdown]
-# While it trains, look for three things:
+# At the top is **the machine**: a card for the device, with the memory that it holds, coloured by what is in it, and
+# what it does at the moment. It plays one step in slow motion, over and over; you can stop it and point at any moment.
+# Look for three things:
 #
 # 1. The **state** changes from *starting ranks* to *training*. Importing torch takes longer than the first steps.
-# 2. The **loss** starts near 2.3. Before you read on: what is the loss of a network that considers all ten digits
-#    equally likely?
+# 2. **Memory** grows during forward and shrinks during backward: forward keeps *activations*, which backward needs.
+# 3. The **loss** starts near 2.3. What is the loss of a network that considers all ten digits equally likely?
 #
 # <details class="answer"><summary>Answer</summary>
 # It assigns each digit the probability 1/10, and −ln(1/10) = 2.303.
 # </details>
-#
-# 3. **Where a step's time goes**: backward takes about twice as long as forward.
 
 # %% [markdown]
 # ## Two devices: predict first
@@ -88,7 +84,7 @@ print("one rank: ", Spec(strategy="ddp", nproc=1).batch_sentence)
 print("two ranks:", Spec(strategy="ddp", nproc=2).batch_sentence)
 
 # %% [markdown]
-# Will two ranks also process twice as many samples per second? `predict` keeps your own number for the next run, which
+# Will two ranks also process twice as many samples per second? `guess` keeps your own number for the next run, which
 # draws it into its charts and tells you afterwards how close it was. Replace the three dots with the speed that you
 # expect:
 
@@ -107,6 +103,10 @@ my_guess
 two = run("ddp", steps=20)
 show(two)
 
+# %% [markdown]
+# The machine has two cards now. Watch what flows between them: during backward, an **all-reduce** averages the
+# gradients of both ranks. A rank that comes early *waits for others*.
+
 # %%
 two.wait()
 my_guess
@@ -117,28 +117,45 @@ my_guess
 # overlaps part of this communication: it sends the gradients of the last layers while backward is still computing those
 # of the first layers.
 # </details>
-
-# %% [markdown]
-# ## The script
 #
-# This is the complete script. It needs PyTorch, and scikit-learn for the digits. The command in its first line runs it
-# on any machine.
+# And memory? Two devices share the work. Does each of them hold half as much as the one device did?
 
 # %%
-print(write_script(Spec(strategy="ddp", nproc=2)))
+for what, job in (("one device", one), ("two devices", two)):
+    held = [f"{rank['peak_memory_bytes'] / 2**20:.1f} MiB" for rank in job.summary()["ranks"]]
+    print(f"{what}, peak per rank: {', '.join(held)}")
 
 # %% [markdown]
-# ## The difference
+# <details class="answer"><summary>Why not?</summary>
+# Every rank holds the <em>whole</em> model: parameters, gradients and optimizer state. DDP splits the batch, nothing
+# else. Here each rank even takes as many samples as the one device did, and DDP keeps the gradients a second time, in
+# the buckets that it sends. Strategies that split the model's memory come in labs 04 to 07.
+# </details>
+
+# %% [markdown]
+# ## The lines that matter
 #
-# This is everything that changes from one device to two. A line with `-` is removed, a line with `+` is added. Find the
-# lines that
-#
-# 1. create the process group,
-# 2. give each rank its shard of the data set,
-# 3. synchronise the gradients.
+# The script is an ordinary PyTorch program. These lines make it train on several devices: `main` creates the *process
+# group*, in which the ranks find each other, and `parallelize` wraps the model, so that backward averages the
+# gradients.
 
 # %%
-print(diff_scripts(Spec(strategy="single"), Spec(strategy="ddp", nproc=2)))
+ddp = Spec(strategy="ddp", nproc=2)
+excerpt(ddp, "parallelize", "main")
+
+# %% [markdown]
+# This is the complete script; click to unfold it. It needs PyTorch, and scikit-learn for the digits. The command in its
+# first line runs it on any machine.
+
+# %%
+write_script(ddp)
+
+# %% [markdown]
+# And this is everything that changes from one device to two. A line with `-` is removed, a line with `+` is added. Find
+# the line that gives each rank its shard of the data set.
+
+# %%
+diff_scripts(Spec(strategy="single"), ddp)
 
 # %% [markdown]
 # ## The panel
@@ -153,7 +170,7 @@ Lab(strategy="ddp", steps=20)
 # Try the following. Before each run, say what you expect; the fields *Your guess* take the peak memory and the step
 # time.
 #
-# 1. Set *Batch is* to **global**: the ranks now split one batch. What happens to the step time?
+# 1. Set the batch to **global**: the ranks now split one batch. What happens to the step time?
 # 2. Use more CPU ranks than this machine has cores. Which phase of the step grows?
 # 3. Choose **FSDP2**: every rank stores only a shard of the model. Which curve of the memory chart drops?
 #

@@ -68,7 +68,7 @@ pictures.data_parallel.dp_step(devices=4)
 # This is the emulation, with numbered transfers. `nn.DataParallel` does the same between GPUs.
 
 # %%
-print(excerpt(Spec(strategy="dp", nproc=2, device="cpu"), "Replicas"))
+excerpt(Spec(strategy="dp", nproc=2, device="cpu"), "Replicas")
 
 # %% [markdown]
 # Find the line that discards the replicas of the last step. Why must ② be repeated in every step?

@@ -55,7 +55,7 @@ pictures.data_parallel.ddp_step(ranks=2)
 # In the script this is one line. The rest of the step is the same as on one device:
 
 # %%
-print(excerpt(Spec(strategy="ddp", **HERE), "parallelize", "train_step"))
+excerpt(Spec(strategy="ddp", **HERE), "parallelize", "train_step")
 
 # %% [markdown]
 # ## The broadcast, with numbers

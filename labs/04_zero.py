@@ -146,7 +146,7 @@ traffic(ddp)
 # `ZeroRedundancyOptimizer`. DDP stays the same, and one function of the script changes.
 
 # %%
-print(excerpt(Spec(strategy="zero1", workload="gpt", nproc=2), "build_optimizer"))
+excerpt(Spec(strategy="zero1", workload="gpt", nproc=2), "build_optimizer")
 
 # %% [markdown]
 # **Predict.** After the update, each rank has new values only for its shard, but DDP needs all parameters on all ranks.
@@ -298,7 +298,7 @@ for name, job in {"DDP": ddp, "ZeRO-1": zero1, "ZeRO-2": zero2, "ZeRO-3": zero3}
 # that says how to install it, and the rest of the lab works without it.
 
 # %%
-print(excerpt(Spec(strategy="deepspeed", workload="gpt", nproc=2, options={"stage": 2}), "STAGE", "parallelize"))
+excerpt(Spec(strategy="deepspeed", workload="gpt", nproc=2, options={"stage": 2}), "STAGE", "parallelize")
 
 # %% tags=["long"]
 engines = {}

@@ -66,7 +66,7 @@ pictures.sharding.gather_compute_drop(units=6, ranks=4)
 # 2.7. With an older version, labkit rejects the run with a message that says so.)
 
 # %%
-print(excerpt(Spec(strategy="fsdp2", workload="gpt", nproc=2), "parallelize"))
+excerpt(Spec(strategy="fsdp2", workload="gpt", nproc=2), "parallelize")
 
 # %% [markdown]
 # **Predict.** The model consists of an embedding, five layers and a head: seven units with parameters. On two ranks:
@@ -188,7 +188,7 @@ hybrid.ledger()
 # **Predict:** what does a threshold of ten million do to a model with one million parameters?
 
 # %%
-print(excerpt(Spec(strategy="fsdp", workload="gpt", nproc=2), "MIN_PARAMETERS", "parallelize"))
+excerpt(Spec(strategy="fsdp", workload="gpt", nproc=2), "MIN_PARAMETERS", "parallelize")
 
 # %%
 one = run("fsdp", **GPT, options={"min_parameters": 10_000_000}).wait()
@@ -250,7 +250,7 @@ report(
 # difference:
 
 # %%
-print(diff_scripts(Spec(strategy="fsdp", workload="gpt", nproc=2), Spec(strategy="fsdp2", workload="gpt", nproc=2)))
+diff_scripts(Spec(strategy="fsdp", workload="gpt", nproc=2), Spec(strategy="fsdp2", workload="gpt", nproc=2))
 
 # %% [markdown]
 # ## When FSDP helps, and when it only costs
@@ -324,7 +324,7 @@ check("fsdp.held", most_held)
 # units with the root. Start that run: `run("fsdp", **GPT, options={"min_parameters": …}).wait()`. This is a layer:
 
 # %%
-print(excerpt(Spec(strategy="fsdp", workload="gpt", nproc=2), "WIDTH", "Layer", "Attention"))
+excerpt(Spec(strategy="fsdp", workload="gpt", nproc=2), "WIDTH", "Layer", "Attention")
 
 # %% tags=["exercise"]
 layers = ...

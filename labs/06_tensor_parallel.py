@@ -143,7 +143,7 @@ pictures.tensor_parallel.layer()
 
 # %%
 spec = Spec(strategy="tp", workload="gpt", **HERE, batch_size=8, steps=10, samples=80)
-print(excerpt(spec, "tensor_plans"), excerpt(spec, "parallelize"), sep="\n\n")
+excerpt(spec, "tensor_plans", "parallelize")
 
 # %% [markdown]
 # **Predict** before you run. This GPT has 5 layers of width 128, and a step processes 8 sequences of 128 positions, in

@@ -96,7 +96,7 @@ def spec(schedule, micro_batches):
     return Spec(**job, options={"schedule": schedule, "micro_batches": micro_batches})
 
 
-print(excerpt(spec("GPipe", 4), "MICRO_BATCHES", "STAGES", "parallelize"))
+excerpt(spec("GPipe", 4), "MICRO_BATCHES", "STAGES", "parallelize")
 
 # %% [markdown]
 # Five layers cannot be split evenly between two stages. `planned` accounts for that by counting the floating-point
@@ -197,7 +197,7 @@ pipe.gantt(pipe.simulate("ZB-H1", ranks=4, micro_batches=8))
 # `own_stages`:
 
 # %%
-print(excerpt(spec("ZBVZeroBubble", 4), "STAGES", "LOSS_RANK", "own_stages"))
+excerpt(spec("ZBVZeroBubble", 4), "STAGES", "LOSS_RANK", "own_stages")
 
 # %% [markdown]
 # This placement has three consequences.

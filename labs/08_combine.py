@@ -42,7 +42,7 @@ mesh.grid({"dp": 2, "tp": 2})
 
 # %%
 both = Spec(strategy="fsdp2_tp", workload="gpt", **HERE, steps=10, samples=80, batch_size=4)
-print(excerpt(both, "mesh", "parallelize"))
+excerpt(both, "mesh", "parallelize")
 
 # %% [markdown]
 # **Predict:** which of these four ranks have the same samples? Which have the same shard of a layer?

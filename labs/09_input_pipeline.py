@@ -36,7 +36,7 @@ print(HERE)
 # loader.
 
 # %%
-print(excerpt(Spec(nproc=2, options={"workers": 2}), "load"))
+excerpt(Spec(nproc=2, options={"workers": 2}), "load")
 
 # %% [markdown]
 # - `num_workers`: the number of processes that load batches in advance. With 0, the training process loads each batch
@@ -73,7 +73,7 @@ pictures.input_pipeline.workers(load=0.2, compute=0.1, counts=(0, 1, 2))
 
 # %%
 SLOW = {**HERE, "batch_size": 64, "samples": 4096, "steps": 10, "fault": "slow_loader"}
-print(excerpt(Spec("ddp", **SLOW), "SlowDataset"))
+excerpt(Spec("ddp", **SLOW), "SlowDataset")
 
 # %%
 slow = {0: run("ddp", **SLOW)}

@@ -39,7 +39,7 @@ print(HERE)
 # This is how a rank of the DDP script saves:
 
 # %%
-print(excerpt(Spec("ddp", **SAVING), "save"))
+excerpt(Spec("ddp", **SAVING), "save")
 
 # %% [markdown]
 # 1. Every rank calls `save`, and all ranks except rank 0 return before the file is written (`IS_LOGGING_RANK` is true
@@ -96,7 +96,7 @@ show(job)
 # training state:
 
 # %%
-print(excerpt(Spec("ddp", **SAVING), "intact", "resume"))
+excerpt(Spec("ddp", **SAVING), "intact", "resume")
 
 # %%
 print(job.logs(rank=0).replace(str(job.folder.path), "…"))
@@ -167,7 +167,7 @@ for step in (101, 102, 105, 110, 120, 150, 200):
 # rank writes its shards, and a small index says which file contains what:
 
 # %%
-print(excerpt(Spec("fsdp2", **SAVING), "tensors_of", "save", "commit", "publish"))
+excerpt(Spec("fsdp2", **SAVING), "tensors_of", "save", "commit", "publish")
 
 # %% [markdown]
 # Which lines run on every rank, and which only on rank 0? What is the barrier for?

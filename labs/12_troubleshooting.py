@@ -79,7 +79,7 @@ first.findings()
 # These lines fix the script (`-` is the broken script, `+` the fixed one):
 
 # %%
-print(diff_scripts(spec_of("relpmas_on", steps=30), Spec("ddp", **SMALL, steps=30)))
+diff_scripts(spec_of("relpmas_on", steps=30), Spec("ddp", **SMALL, steps=30))
 
 # %% [markdown]
 # ## Case 2: "The second epoch improves less than I expected"
@@ -88,7 +88,7 @@ print(diff_scripts(spec_of("relpmas_on", steps=30), Spec("ddp", **SMALL, steps=3
 # Which line is missing?
 
 # %%
-print(excerpt(spec_of("hcope_tes_on", epochs=2, samples=512), "train"))
+excerpt(spec_of("hcope_tes_on", epochs=2, samples=512), "train")
 
 # %%
 second = run(spec_of("hcope_tes_on", epochs=2, samples=512)).wait()
@@ -151,7 +151,7 @@ fourth = spec_of("0_knar_no_noitaulave", steps=20)
 print("…\n" + "\n".join(excerpt(fourth, "train").splitlines()[-15:]))
 
 # %%
-print(excerpt(fourth, "evaluate"))
+excerpt(fourth, "evaluate")
 
 # %%
 my_guess = guess("steps", ...)

@@ -38,7 +38,7 @@ SMALL = {"workload": "moe", "samples": 64, "batch_size": 4, "precision": "fp32"}
 
 # %%
 alone = Spec(strategy="single", nproc=1, device=HERE["device"], steps=24, **SMALL)
-print(excerpt(alone, "Mixture"))
+excerpt(alone, "Mixture")
 
 # %% [markdown]
 # Tensors have fixed shapes, but nobody knows in advance how many vectors an expert gets. So each expert has a fixed
@@ -65,7 +65,7 @@ print(excerpt(alone, "Mixture"))
 # even. The script adds it for every layer, with the weight `BALANCE`.
 
 # %%
-print(excerpt(alone, "loss_of", "report"))
+excerpt(alone, "loss_of", "report")
 
 # %% [markdown]
 # **Predict:** after 24 steps *without* this loss, how many times as often as the mean is the busiest expert chosen?
@@ -96,7 +96,7 @@ unbalanced.findings()
 
 # %%
 split = Spec(strategy="ep", **HERE, steps=4, **SMALL)
-print(excerpt(split, "AllToAll", "apply_experts", "keep_own_experts"))
+excerpt(split, "AllToAll", "apply_experts", "keep_own_experts")
 
 # %% [markdown]
 # **Predict** how many MiB one rank sends per step. There are 5 layers, a batch of 4 windows per rank, 8 · 40 slots per

@@ -51,7 +51,7 @@ print(quarters, f"{quarters[-1] / quarters[0]:.1f} times")
 
 # %%
 split = Spec(strategy="cp", **HERE, **SMALL)
-print(excerpt(split, "positions_of", "windows", "positions"))
+excerpt(split, "positions_of", "windows", "positions")
 
 # %%
 chunks = [range(16 * number, 16 * number + 16) for number in range(8)]
@@ -64,7 +64,7 @@ print([pairs(chunks[rank]) + pairs(chunks[7 - rank]) for rank in range(4)])
 # reduce-scatters their gradients. A mask compares positions.
 
 # %%
-print(excerpt(split, "attend"))
+excerpt(split, "attend")
 
 # %% [markdown]
 # **Predict** how many MiB one of four ranks sends per step, with 5 layers, 4 windows of 128 positions, and keys and
@@ -94,7 +94,7 @@ gathered.ledger()
 
 # %%
 ring = Spec(**split.to_json() | {"options": {"method": "ring"}})
-print(excerpt(ring, "part_of_softmax", "through_ring"))
+excerpt(ring, "part_of_softmax", "through_ring")
 
 # %% [markdown]
 # **Predict:** which pairs of chunks does a rank skip because of the causal mask? Are there ranks that skip more than
@@ -119,7 +119,7 @@ passed.ledger()
 
 # %%
 ulysses = Spec(**split.to_json() | {"options": {"method": "ulysses"}})
-print(excerpt(ulysses, "by_heads", "by_positions", "attend"))
+excerpt(ulysses, "by_heads", "by_positions", "attend")
 
 # %%
 exchanged = run(ulysses).wait()

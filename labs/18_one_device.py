@@ -198,7 +198,7 @@ for name, one in {"stored": job, "recomputed": again}.items():
 # %%
 HERE = place(2)  # two GPUs if this machine has them, otherwise two CPU ranks
 four = {**GPT, **HERE, "steps": 3, "options": {"accumulate": 4}}
-print(excerpt(Spec("ddp", **four), "gradient_sync", "train_step"))
+excerpt(Spec("ddp", **four), "gradient_sync", "train_step")
 
 # %% [markdown]
 # **Predict** the traffic of FSDP2 with m = 4, in MiB per rank and step. A rank of DDP sends 4.1 MiB, for any m.
