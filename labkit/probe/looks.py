@@ -229,7 +229,7 @@ class Looks:
         weights = [one for one in self._weights if one is not None]
         if step and weights and len(weights) == len(self._weights):
             fields["weight"] = sum(weights) / len(weights)
-        fields |= {"end": end, "group": group, "settings": self._settings(), "calls": _calls() if group > 1 else {}}
+        fields |= {"end": end, "group": group, "settings": self._settings(), "calls": _calls() if group else {}}
         sums = self._sums([one for *_, one in tensors])
         values = [sums, *(clipped or ())]
         if sums is None:
@@ -378,11 +378,11 @@ def _order(tensors: Sequence[Any], optimizer: torch.optim.Optimizer) -> list[int
 def _calls() -> dict[str, int]:
     """By id of each group of several ranks how many collectives this rank has called there; without those whose backend
     does not count them."""
-    found = {}
+    found, number_of = {}, SEQUENCE_NUMBER.get()
     for group, name in WORLD.get().pg_names.items():
         with contextlib.suppress(RuntimeError):
             if group.size() > 1:
-                found[name] = SEQUENCE_NUMBER.of(group)()
+                found[name] = number_of(group)
     return found
 
 

@@ -212,14 +212,15 @@ def _surplus(state: RunState, ranks: Sequence[RankState], group: str) -> Surplus
     ]
     steps = sorted(set.intersection(*map(set, counts)))
     equal = [step for step in steps if len({each[step] for each in counts}) == 1]
-    lasting = [step for step in steps if step > max(equal, default=-1)]
     ends = {rank.rank: look for rank in ranks for look in rank.looks if look.end and group in look.calls}
     failure = state.failure
     lost = failure is not None and (failure.left or PEER_GONE.search(f"{failure.type}: {failure.message}"))
     until_the_end = len({look.calls[group] for look in ends.values()}) > 1 if state.over and failure is None else lost
     parting = [found[0].step for members, _ in _replicas(state) if (found := _parting(members, _names(members[0])))]
     parted = next((step for step in parting if step in steps and step not in equal), None)
-    first = parted if parted is not None else lasting[0] if lasting and (until_the_end or hangs(state)) else None
+    known = max((step for step in equal if parted is None or step < parted), default=-1)
+    lasts = parted is not None or until_the_end or hangs(state)
+    first = next((step for step in steps if step > known), None) if lasts else None
     words = "the default group" if group == _DEFAULT else f"group #{group}"
     if first is not None:
         last = max((step for step in equal if step < first), default=None)
