@@ -91,7 +91,16 @@ def take_place(rank: int, ranks: int) -> None:
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(ranks),
         LOCAL_WORLD_SIZE=str(ranks),
+        ROLE_NAME="default",
+        ROLE_RANK=str(rank),
+        ROLE_WORLD_SIZE=str(ranks),
         GROUP_RANK="0",
+        GROUP_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",  # nothing connects to it
+        TORCHELASTIC_RUN_ID="none",
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_MAX_RESTARTS="0",
         DS_ACCELERATOR="cpu",
     )
 
@@ -119,7 +128,7 @@ def join(rank: int, ranks: int) -> None:
         *((row.get(), other) for row, other in ((CHUNKS, Chunks), (IS_ALLOCATED, _has_bytes)) if row.exists()),
     )
     torch.Tensor.__deepcopy__ = _copied
-    torch.nn.Module.to = _stay
+    torch.nn.Module.to = torch.nn.Module.cpu = _stay
     torch.nn.Module.compile = lambda module, *args, **kwargs: None
     SCALER_STEP.replace(_always_step)
     concurrent.futures.ThreadPoolExecutor.submit = _at_once
