@@ -292,6 +292,22 @@ def step():
 # As many samples as some random number leaves.
 COUNTED = TRAINING.replace("zeros(2, 4)", "zeros(9, 4)[: int((torch.rand(9) < 0.5).sum())]") + "step()\n" * 3
 
+# A model that is converted twice.
+CONVERTED = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+layers = torch.nn.LayerNorm(64), torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+model = DDP(torch.nn.Sequential(*layers).half().bfloat16().cpu())
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(4):
+    model(torch.randn(8, 64).bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
 # DDP is not told that a step does not use all parameters.
 UNUSED = """
 import torch, torch.distributed as dist
@@ -404,6 +420,14 @@ class Trainer:
 
 Trainer().fit()
 """
+
+
+def test_a_model_that_is_converted_is_predicted(written):
+    plan, elements = predict(written(CONVERTED, nproc=2)), 64 + 64 + 64 * 256 + 256 + 256 * 64 + 64
+    assert plan.method == "simulated" and not plan.reason
+    for rank in plan.ranks:
+        assert rank.memory_bytes["parameters"] == rank.comm_bytes_per_step == 2 * elements
+        assert 0 <= rank.memory_bytes["optimizer"] - 2 * 2 * elements < 64  # AdamW, and its numbers of steps
 
 
 def test_a_refusal_is_named_even_if_cleaning_up_fails(written):

@@ -19,6 +19,7 @@ import concurrent.futures
 import importlib
 import os
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any
@@ -127,6 +128,8 @@ def join(rank: int, ranks: int) -> None:
         *((function, _holding(function)) for function in asynchronous),
         *((row.get(), other) for row, other in ((CHUNKS, Chunks), (IS_ALLOCATED, _has_bytes)) if row.exists()),
     )
+    # A conversion of fake parameters swaps tensors, which torch refuses if there are weak references to them.
+    torch.utils.weakref = types.SimpleNamespace(getweakrefs=lambda tensor: [])  # type: ignore[attr-defined]
     torch.Tensor.__deepcopy__ = _copied
     torch.nn.Module.to = torch.nn.Module.cpu = _stay
     torch.nn.Module.compile = lambda module, *args, **kwargs: None
