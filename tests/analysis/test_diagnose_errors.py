@@ -112,8 +112,8 @@ TWO_DEVICES = "Expected all tensors to be on the same device, but found at least
         (
             "lazy_import",
             "ModuleNotFoundError",
-            "Could not import module 'GPT2LMHeadModel'. Are this object's requirements defined correctly? Set the logging"
-            " verbosity to DEBUG for the original import error.",
+            "Could not import module 'GPT2LMHeadModel'. Are this object's requirements defined correctly? Set the"
+            " logging verbosity to DEBUG for the original import error.",
             "GPT2LMHeadModel",
         ),
         ("devices_differ", "RuntimeError", TWO_DEVICES, "cuda:0 and cpu"),
