@@ -238,7 +238,8 @@ class Looks:
 
         def arrived(rows: list[Any]) -> None:
             if clipped:
-                fields["clipped"] = _factor(rows[lengths[0] : lengths[0] + lengths[1]], rows[lengths[0] + lengths[1] :])
+                before, used = rows[lengths[0] : lengths[0] + lengths[1]], rows[lengths[0] + lengths[1] :]
+                fields["clipped"], fields["used"] = _factor(before, used), [sum(column) for column in zip(*used)]
             self._journal.write(
                 "look", **{name: value for name, value in fields.items() if value}, step=step, sums=rows[: lengths[0]]
             )

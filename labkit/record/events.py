@@ -407,7 +407,8 @@ class Look(OfRank, tag_field="kind", tag="look"):
     gradient, `clipped` is the factor by which the script multiplied the gradients, `weight` the weight of one element
     in the loss, and `random` the digests of generators that were used for this rank's samples, before and after.
     `unsynchronised`: the last backward before the step ran in DDP's `no_sync`. `order` are the tracked parameters in
-    the order in which an optimizer holds them, if it is another one. `calls` is the number of collectives of each group
+    the order in which an optimizer holds them, if it is another one. `used` are the two sums over all gradients as the
+    optimizer used them. `calls` is the number of collectives of each group
     since the group was made, by the group's id."""
 
     step: Count
@@ -424,6 +425,7 @@ class Look(OfRank, tag_field="kind", tag="look"):
     random: Annotated[dict[str, tuple[Name, Name]], Meta(max_length=100)] = {}
     unsynchronised: bool = False
     order: Annotated[list[Count], Meta(max_length=10_000)] = []
+    used: tuple[float, float] | None = None
     calls: Annotated[dict[Name, Count], Meta(max_length=10_000)] = {}
 
 

@@ -288,6 +288,71 @@ def synchronised_by_the_first_rank():
     accumulated(lambda number: number >= 8 and number % 2 == 0)
 
 
+# ---- replicas drift: equal gradients, which the ranks use differently
+
+
+@case
+def clipped_by_another_limit():
+    model = ddp()
+    train(model, then=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05 * (1 + RANK)))
+
+
+@case
+def clipped_by_hand():
+    group()
+    model = net()
+
+    def average():
+        all_reduce_gradients(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05 * (1 + RANK))
+
+    train(model, then=average)
+
+
+@case
+def divided_by_the_rank():
+    group()
+    model = net()
+
+    def average():
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 1 + RANK
+
+    train(model, then=average)
+
+
+def restored_by(rank, model, then=None):
+    """An optimizer whose state one rank loads."""
+    kinds = {"lr": 0.01}
+    optimizer, other = torch.optim.Adam(model.parameters(), **kinds), torch.optim.Adam(net().parameters(), **kinds)
+    saved = other.state_dict()
+    saved["state"] = {
+        number: {"step": torch.tensor(5.0), "exp_avg": torch.ones_like(each), "exp_avg_sq": torch.ones_like(each)}
+        for number, each in enumerate(model.parameters())
+    }
+    if rank == RANK:
+        optimizer.load_state_dict(saved)
+    train(model, optimizer, then=then)
+
+
+@case
+def restored_by_the_first_rank():
+    restored_by(0, ddp())
+
+
+@case
+def restored_by_the_second_rank():
+    restored_by(1, ddp())
+
+
+@case
+def restored_and_reduced_by_hand():
+    group()
+    model = net()
+    restored_by(0, model, lambda: all_reduce_gradients(model))
+
+
 # ---- a collective of one rank, which pairs with the next one of the same size
 
 

@@ -199,6 +199,9 @@ def surplus_calls(state: RunState) -> Surplus | None:
     ranks = [rank for _, rank in sorted(state.ranks.items()) if rank.looks]
     if any(rank.traffic and "send" in rank.traffic.ops for rank in ranks):
         return None
+    done = [_steps(rank) for rank in ranks]
+    if not ranks or max(done) - min(done) > (state.status.state != "finished"):
+        return None  # a step has another number on each rank, such as after steps that only one of them makes
     for group in dict.fromkeys(group for rank in ranks for look in rank.looks for group in look.calls):
         members = [rank for rank in ranks if any(group in look.calls for look in rank.looks)]
         if len(members) > 1 and (found := _surplus(state, members, group)):
@@ -398,6 +401,22 @@ def _drift(
             "samples",
             "leave no_sync() for the last micro-batch before step(): check the condition that decides which one it is",
         )
+    factors = _factors(ranks, first.step) if everything else None
+    if factors and max(factors) > 1 + _UNLIKE_FACTORS:
+        told = ", ".join(f"{factor:.4g} on rank {rank.rank}" for factor, rank in zip(factors, ranks))
+        return (
+            "the replicas",
+            f"the ranks multiply their equal gradients by different numbers, in proportion {told}: they are clipped by "
+            "another limit or norm, or divided by another number, on each rank",
+            "scale and clip gradients alike on all ranks: look for what depends on the rank before step()",
+        )
+    if factors and max(factors) < 1 + _APART:
+        return (
+            "the replicas",
+            "the optimizers used equal gradients and made different updates: their states differ, such as after loading "
+            "a checkpoint on one rank only, or parameters are changed after step()",
+            "load the optimizer's state on every rank, and compare the ranks' lines after step()",
+        )
     if ddp and not everything:
         return (
             "some parameters",
@@ -419,6 +438,18 @@ def _drift(
             "compare the ranks' lines between backward() and step()",
         )
     return _drift_by_hand(ranks, everything)
+
+
+def _factors(ranks: Sequence[RankState], step: int) -> list[float] | None:
+    """The gradients that the ranks' optimizers used in a step, as multiples of the smallest ones; None if they are not
+    multiples of each other, or not known."""
+    used = [look.used for rank in ranks if (look := _look_at(rank, step)) is not None and look.used]
+    if len(used) < len(ranks) or not all(size > 0 and math.isfinite(size) for _, size in used):
+        return None
+    signed, sizes = ([one[which] for one in used] for which in (0, 1))
+    least = min(sizes)
+    shares = [value / size for value, size in zip(signed, sizes)]
+    return [size / least for size in sizes] if max(shares) - min(shares) < _APART else None
 
 
 def _drift_by_hand(ranks: list[RankState], everything: bool) -> tuple[str, str, str] | None:
@@ -663,8 +694,8 @@ def local_norm(state: RunState) -> Iterator[Finding]:
     """Gradients that were clipped by a different factor on each rank of one model."""
     for ranks in _averaging(state):
         found = _unequal(ranks, lambda look: look.clipped, _UNLIKE_FACTORS)
-        if found is None:
-            continue
+        if found is None or not any(model.sharded for model in _models(ranks[0])):
+            continue  # replicas part if that happens to them, which is told
         step, factors = found
         told = ", ".join(f"{factor:.4g} on rank {rank.rank}" for factor, rank in zip(factors, ranks))
         yield Finding(
