@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from labkit.common.arguments import Number, check_choice
@@ -27,12 +27,13 @@ _COUNT = Number(int, 1, 1 << 20)
 @dataclass(frozen=True)
 class Duration:
     """How long one operation takes: `seconds` if nothing delays it, whether they were measured or modelled, and the
-    algorithm (empty if measured). `delays` are further seconds, each as likely as the others; empty if unknown."""
+    algorithm (empty if measured). `delays` are further seconds, each as likely as the others, by the seconds that the
+    ranks have computed before; empty if unknown."""
 
     seconds: float
     source: Source
     algorithm: str = ""
-    delays: tuple[float, ...] = ()
+    delays: Mapping[float, tuple[float, ...]] = field(default_factory=dict)
 
 
 class CommunicationModel(ABC):

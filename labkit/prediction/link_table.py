@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -37,8 +37,8 @@ _Name: TypeAlias = Annotated[str, Meta(max_length=200)]
 
 class Point(Struct, frozen=True):
     """`repetitions` of an operation on `size` bytes: the median of their seconds, and the quartiles `low` and `high`.
-    Of the ranks, the slowest counts. `after_computing` are the seconds of single calls, before each of which every rank
-    computed, in order; empty for large sizes and on GPUs."""
+    Of the ranks, the slowest counts. `after_computing` are the seconds of single calls, in order, before each of which
+    every rank `computed` for so many seconds; empty for large sizes and on GPUs. Older tables lack `computed`."""
 
     size: Annotated[int, Meta(ge=1, le=1 << 60)]
     seconds: _Seconds
@@ -46,6 +46,7 @@ class Point(Struct, frozen=True):
     high: _Seconds
     repetitions: Annotated[int, Meta(ge=1, le=1_000_000)]
     after_computing: Annotated[tuple[_Seconds, ...], Meta(max_length=1000)] = ()
+    computed: Annotated[tuple[Annotated[float, Meta(ge=0, le=1e3)], ...], Meta(max_length=1000)] = ()
 
     @property
     def least(self) -> float:
@@ -94,12 +95,17 @@ class LinkTable(Struct, frozen=True, dict=True, rename={"points": "operations"})
         high, slow = curve[after]
         return float(fast * (slow / fast) ** (math.log(size / low) / math.log(high / low)))
 
-    def delays(self, operation: str, size: int) -> tuple[float, ...]:
-        """How much longer than `seconds` calls after computing took, on the three measured sizes nearest to `size`;
-        empty if that was not measured. `LookupError` if the operation was not measured."""
+    def delays(self, operation: str, size: int) -> dict[float, tuple[float, ...]]:
+        """How much longer than `seconds` calls took, by the seconds that the ranks had computed before, on the three
+        measured sizes nearest to `size`; empty if that was not measured. `LookupError` if the operation was not
+        measured."""
         self._curve(operation)
         near = sorted(self.points[operation], key=lambda point: abs(math.log(point.size / max(1, size))))[:3]
-        return tuple(max(0.0, seconds - point.least) for point in near for seconds in point.after_computing)
+        found: dict[float, tuple[float, ...]] = {}
+        for point in near:
+            for seconds, computed in zip_longest(point.after_computing, point.computed, fillvalue=0.0):
+                found[computed] = *found.get(computed, ()), max(0.0, seconds - point.least)
+        return found
 
     def latency(self, operation: str) -> float:
         """Seconds of the smallest size."""

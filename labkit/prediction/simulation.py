@@ -3,9 +3,10 @@
 A program is what a rank does in a step, in order: it computes, it starts a collective or a message, it waits for one.
 A collective begins when all its ranks have started it and the one before it in its group is over (with gloo, the one
 before that: a group has two threads). It takes the time that a model of communication gives, and one of the delays that
-were measured, drawn at random. Ranks repeat their programs, so that a rank that is late in one step is waited for in
-the next. Every repetition has the times of another measured step, and of another one on each rank: a rank that is late
-by chance is waited for, too. The first repetition does not count; of the others, the one with the median time does.
+were measured after about as much computation, drawn at random. Ranks repeat their programs, so that a rank that is late
+in one step is waited for in the next. Every repetition has the times of another measured step, and of another one on
+each rank: a rank that is late by chance is waited for, too. The first repetition does not count; of the others, the one
+with the median time does.
 
 On CPU ranks, communication is computation, too: bytes are copied by the cores that also compute. Whatever runs at one
 time shares them; with more of it than cores, all of it slows down in proportion. On GPUs, communication and computation
@@ -113,6 +114,7 @@ class _Rank:
     step: int = 0
     began: float = 0.0
     left: float = 0.0  # seconds of computation
+    computed: float = 0.0  # seconds since its last operation
     waits: _Operation | None = None
     own: dict[int, tuple[Start, _Operation]] = field(default_factory=dict)  # of this step, by number
     pieces: list[tuple[str, float, float, bool]] = field(default_factory=list)  # phase, start, end, computed
@@ -186,6 +188,7 @@ class _Simulation:
             rank.index += 1
             if isinstance(item, Compute):
                 rank.left = item.seconds[(rank.step + _APART * number) % len(item.seconds)]
+                rank.computed += rank.left
                 rank.phase = item.phase
             elif isinstance(item, Start):
                 self._start(number, rank, item)
@@ -209,22 +212,25 @@ class _Simulation:
             key = (len(members), *sorted({self._like[rank_] for rank_ in item.ranks}))
         mine = next((operation for operation in self._open[key] if number not in operation.started), None)
         if mine is None:
-            mine = _Operation(item.bytes, parties, *self._delay_and_seconds(item, members))
+            mine = _Operation(item.bytes, parties, *self._delay_and_seconds(item, members, rank.computed))
             self._open[key].append(mine)
+        rank.computed = 0.0
         mine.started[number] = self._time
         rank.own[item.number] = item, mine
         if len(mine.started) == mine.parties:
             self._open[key].remove(mine)
             self._queues[key].append(mine)
 
-    def _delay_and_seconds(self, item: Start, members: Sequence[int]) -> tuple[float, float]:
-        """How long an operation is delayed, by chance, and how long it takes on its own."""
+    def _delay_and_seconds(self, item: Start, members: Sequence[int], computed: float) -> tuple[float, float]:
+        """How long an operation is delayed, by chance, after so many seconds of computation, and how long it takes on
+        its own."""
         if self._links is None:
             return 0.0, 0.0
         time = time_among(self._links, item.op, item.bytes, members)
         # measured while all of its ranks shared the cores
         share = 1.0 if self._cores is None else min(1.0, self._cores / len(members))
-        delay = self._random.choice(time.delays) if time.delays else 0.0
+        like = min(time.delays, key=lambda seconds: abs(seconds - computed), default=None)
+        delay = 0.0 if like is None else self._random.choice(time.delays[like])
         return share * delay, share * time.seconds
 
     def _finish(self, number: int, rank: _Rank) -> None:

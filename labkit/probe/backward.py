@@ -31,7 +31,7 @@ def watch_backward(
 
     The returned function also hooks what the script has imported since: pipeline stages, and DeepSpeed's scalers.
     """
-    scalers, pipelines = ScalerWatch(patches), False
+    scalers, pipelines = ScalerWatch(patches, watch), False
 
     def begin(tensors: Any) -> int:
         root = _scalar(tensors)
@@ -118,19 +118,21 @@ def _scalar(tensors: Any) -> torch.Tensor | None:
 class ScalerWatch:
     """Remembers the unscaled loss that was passed to a gradient scaler of torch or DeepSpeed.
 
-    A disabled scaler returns its input, which is then not a scaled loss.
+    A disabled scaler returns its input, which is then not a scaled loss. Also counts the calls of `step`, which may
+    skip the optimizer's.
     """
 
-    def __init__(self, patches: Patches) -> None:
-        self._patches = patches
+    def __init__(self, patches: Patches, watch: StepWatch) -> None:
+        self._patches, self._steps = patches, watch
         self._last: tuple[Any, Any] = (lambda: None, None)
-        self._watched: set[type] = set()
+        self._watched: set[tuple[type, str]] = set()
 
         def make(begin: Callable[..., None]) -> Callable[..., None]:
             def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
                 begin(scaler, *args, **kwargs)
                 for kind in type(scaler).__mro__:
-                    self._watch(kind, "scale")
+                    self._watch(kind, "scale", self._remembering)
+                    self._watch(kind, "step", self._counting)
 
             return init
 
@@ -140,25 +142,30 @@ class ScalerWatch:
         """Also hooks DeepSpeed's scalers once the script has imported them."""
         module = sys.modules.get(_DEEPSPEED)
         if module is not None:
-            self._watch(module.LossScalerBase, "scale_loss")
+            self._watch(module.LossScalerBase, "scale_loss", self._remembering)
 
     def unscaled(self, tensor: torch.Tensor) -> torch.Tensor:
         """The original loss if `tensor` is the newest scaled loss, otherwise `tensor` itself."""
         scaled, loss = self._last
         return loss if scaled() is tensor else tensor
 
-    def _watch(self, kind: type, name: str) -> None:
-        if name not in vars(kind) or kind in self._watched:
-            return
-        self._watched.add(kind)
+    def _watch(self, kind: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+        if name in vars(kind) and (kind, name) not in self._watched:
+            self._watched.add((kind, name))
+            self._patches.wrap_method("scaled losses", kind, name, make)
 
-        def make(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-            def scale(scaler: Any, outputs: Any) -> Any:
-                scaled = original(scaler, outputs)
-                if not compiling() and isinstance(scaled, torch.Tensor) and scaled is not outputs:
-                    self._last = weakref.ref(scaled), outputs.detach()
-                return scaled
+    def _remembering(self, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def scale(scaler: Any, outputs: Any) -> Any:
+            scaled = original(scaler, outputs)
+            if not compiling() and isinstance(scaled, torch.Tensor) and scaled is not outputs:
+                self._last = weakref.ref(scaled), outputs.detach()
+            return scaled
 
-            return scale
+        return scale
 
-        self._patches.wrap_method("scaled losses", kind, name, make)
+    def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            self._steps.scaler_steps += 1
+            return original(scaler, *args, **kwargs)
+
+        return step

@@ -4,17 +4,17 @@
 As under torchrun, RANK, LOCAL_RANK and WORLD_SIZE say which rank it is. The ranks find each other through the file
 STORE. Each operation is repeated on tensors of each SIZE (bytes), in as many rounds as fit into SECONDS, so that what
 else the machine does for a moment affects some repetitions only. In each round, rank 0 prints one line of JSON for each
-operation and size: {round, operation, size, seconds, after_computing}, or {round, operation, reason} if the backend
-does not support the operation. On CPUs it also prints {round, precision, flops} for each precision: the FLOP/s of the
-slowest rank, for each of several matrix products that all ranks compute at the same time, and {round, kernels}: what
-`kernels` returns.
+operation and size: {round, operation, size, seconds, after_computing, computed}, or {round, operation, reason} if the
+backend does not support the operation. On CPUs it also prints {round, precision, flops} for each precision: the FLOP/s
+of the slowest rank, for each of several matrix products that all ranks compute at the same time, and {round, kernels}:
+what `kernels` returns.
 
 `seconds` are those of repetitions. One is a barrier, and then as many calls as take some milliseconds, because the
 ranks do not leave a barrier at the same moment. Its time is that of the slowest rank, divided by the number of calls.
 
-`after_computing` are the seconds of single calls on CPUs, before each of which every rank computes, as in a training
-step. Such a call often takes some milliseconds longer: after one of them, two ranks may share a core until the
-scheduler's next tick.
+`after_computing` are the seconds of single calls on CPUs, before each of which every rank computes for `computed`
+seconds, as in a training step. Such a call often takes some milliseconds longer, and the more often the longer they
+have computed: after one of them, two ranks may share a core until the scheduler's next tick.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from labkit.probe.lifetime import PARENT, end_with_parent
 
 _TIMEOUT = timedelta(seconds=60)
 _LEAST = 0.005  # seconds of calls after one barrier
-_COMPUTED = (0.001, 0.002, 0.004, 0.008) * 3  # seconds that a CPU rank computes before single calls
+_COMPUTED = (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008) * 3  # seconds that a CPU rank computes before single calls
 _ALONE = 0.05  # seconds of CPU time that tell whether others use the cores
 _SHORTEST = 1e-6  # seconds; less is measured if the ranks did not share the cores evenly
 _LARGEST = 1 << 22  # bytes of such a call; a larger one takes so long that the delay does not matter
@@ -161,6 +161,7 @@ def measure(operation: str, size: int, device: torch.device) -> dict[str, Any]:
         "size": whole.nbytes,
         "seconds": [one / messages for one in found],
         "after_computing": [one / messages for one in late],
+        "computed": _COMPUTED if late else (),
     }
 
 

@@ -13,6 +13,7 @@ asynchronous copy and is written later, so that nothing waits.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -40,6 +41,8 @@ from labkit.probe.torch_private import (
     SAVED_REDUCTION,
     SAVED_SELF,
     SAVED_TOTAL,
+    SEQUENCE_NUMBER,
+    WORLD,
 )
 from labkit.probe.traffic import FlightRecorder
 from labkit.record import clock
@@ -72,8 +75,9 @@ class Looks:
         self._tracked: list[Any] = []
         self._due, self._every = 1, _EVERY
         self._began = self._spent = 0.0
-        self._since, self._over = 0, False
+        self._since, self._over, self._ordered = 0, False, False
         self._sent: bool | None = None
+        self._unsynchronised = False
         self._late: list[tuple[Any, torch.Tensor, Callable[[list[Any]], None]]] = []
         self._fresh()
         patches.hook("looks", "torch.nn.modules.module.register_module_module_registration_hook", self._registered)
@@ -126,6 +130,7 @@ class Looks:
 
     def backward_ends(self) -> None:
         """Gradients are as backward, and what the wrapper sends in it, made them."""
+        self._unsynchronised = any(not model.require_backward_grad_sync for model in self._wrappers)
         if self.now and not self._watch.memory_is_profiled:
             self._guard(self._keep_gradients)
 
@@ -159,6 +164,10 @@ class Looks:
         if not with_gradient:
             return
         self._step["gradients"] = True
+        self._step["unsynchronised"] = self._unsynchronised
+        if not self._ordered:
+            self._ordered, order = True, _order(tensors, optimizer)
+            self._step["order"] = order if order != sorted(order) else []
         self._step["idle"] = self._step.get("idle", []) + [
             number
             for number, (*_, one) in enumerate(tensors)
@@ -220,7 +229,7 @@ class Looks:
         weights = [one for one in self._weights if one is not None]
         if step and weights and len(weights) == len(self._weights):
             fields["weight"] = sum(weights) / len(weights)
-        fields |= {"end": end, "group": group, "settings": self._settings()}
+        fields |= {"end": end, "group": group, "settings": self._settings(), "calls": _calls() if group else {}}
         sums = self._sums([one for *_, one in tensors])
         values = [sums, *(clipped or ())]
         if sums is None:
@@ -229,7 +238,8 @@ class Looks:
 
         def arrived(rows: list[Any]) -> None:
             if clipped:
-                fields["clipped"] = _factor(rows[lengths[0] : lengths[0] + lengths[1]], rows[lengths[0] + lengths[1] :])
+                before, used = rows[lengths[0] : lengths[0] + lengths[1]], rows[lengths[0] + lengths[1] :]
+                fields["clipped"], fields["used"] = _factor(before, used), [sum(column) for column in zip(*used)]
             self._journal.write(
                 "look", **{name: value for name, value in fields.items() if value}, step=step, sums=rows[: lengths[0]]
             )
@@ -347,12 +357,34 @@ def _size(model: torch.nn.Module) -> tuple[int, str]:
 
 
 def _parts(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    ignored = getattr(model, "parameters_to_ignore", ())  # of DDP, without its prefix
     for name, parameter in model.named_parameters():
         if not hasattr(parameter, "ds_id") and not torch.nn.parameter.is_lazy(parameter):  # DeepSpeed's own sharding
-            yield name.removeprefix("module."), "parameter" if parameter.requires_grad else "frozen", parameter
+            own = name.removeprefix("module.")
+            role = "ignored" if own in ignored else "parameter" if parameter.requires_grad else "frozen"
+            yield own, role, parameter
     for name, buffer in model.named_buffers():
+        own = name.removeprefix("module.")
         if buffer.is_floating_point() and not torch.nn.parameter.is_lazy(buffer):
-            yield name.removeprefix("module."), "buffer", buffer
+            yield own, "ignored" if own in ignored else "buffer", buffer
+
+
+def _order(tensors: Sequence[Any], optimizer: torch.optim.Optimizer) -> list[int]:
+    """The numbers of the tracked tensors, in the order in which an optimizer holds them."""
+    number = {id(one): which for which, (*_, one) in enumerate(tensors)}
+    held = (number.get(id(one)) for group in optimizer.param_groups for one in group["params"])
+    return [one for one in held if one is not None]
+
+
+def _calls() -> dict[str, int]:
+    """By id of each group of several ranks how many collectives this rank has called there; without those whose backend
+    does not count them."""
+    found, number_of = {}, SEQUENCE_NUMBER.get()
+    for group, name in WORLD.get().pg_names.items():
+        with contextlib.suppress(RuntimeError):
+            if group.size() > 1:
+                found[name] = number_of(group)
+    return found
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:

@@ -249,7 +249,8 @@ class Watched:
         self._ended = True
         steps = self._watch.finished if self._watch else 0
         if self._watch and self._watch.backwards and not steps:
-            self.journal.write("saw", what="gradients", backwards=self._watch.backwards)
+            counts = {"backwards": self._watch.backwards, "scaler_steps": self._watch.scaler_steps}
+            self.journal.write("saw", what="gradients", **counts)
         seconds = round(clock.now() - self.journal.started, 6)
         stack = {"stack": self._left_at} if self._left_at else {}
         self.journal.write("end", exit_code=code, steps=steps, seconds=seconds, **stack)

@@ -320,6 +320,7 @@ class StepWatch(FinishedSteps):
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.thread = ScriptThread()
         self.backwards = 0
+        self.scaler_steps = 0  # calls of a GradScaler's step, which may skip the optimizer's
         self._updates = UpdateWatch(self.optimizers, Guard(journal, "compiled updates"))
         self._loss: Loss | None = None
         self._closure_ran = False

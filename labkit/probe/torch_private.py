@@ -113,6 +113,7 @@ DDP_LOGGING = Private("torch.nn.parallel.DistributedDataParallel._get_ddp_loggin
 FLIGHT_RECORDER = Private("torch._C._distributed_c10d._dump_fr_trace_json", "collectives", since="2.8")
 NCCL_RECORDER = Private("torch._C._distributed_c10d._dump_nccl_trace_json", "collectives")  # if torch has NCCL
 WORLD = Private("torch.distributed.distributed_c10d._world", "collectives")
+SEQUENCE_NUMBER = Private("torch.distributed.ProcessGroup._get_sequence_number_for_group", "looks")
 
 # ---- stored gradients and parameters
 FSDP_HANDLE = Private("torch.distributed.fsdp.FullyShardedDataParallel._handle", "tensors")  # of an instance

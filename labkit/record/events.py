@@ -382,7 +382,8 @@ class TrackedModel(Recorded):
 
 
 class TrackedTensor(Recorded, array_like=True):
-    """A tensor that is looked at: the index of its model, its name, its role (parameter, frozen, buffer), its shape."""
+    """A tensor that is looked at: the index of its model, its name, its role (parameter, frozen, buffer, or ignored by
+    DDP), its shape."""
 
     model: Count
     name: Name
@@ -404,7 +405,11 @@ class Look(OfRank, tag_field="kind", tag="look"):
     `group` is the size of the default process group (0: none), and `unset` are variables of other launchers that the
     script reads. `silent`: nothing was sent since the first step. `idle` are the tracked parameters without a
     gradient, `clipped` is the factor by which the script multiplied the gradients, `weight` the weight of one element
-    in the loss, and `random` the digests of generators that were used for this rank's samples, before and after."""
+    in the loss, and `random` the digests of generators that were used for this rank's samples, before and after.
+    `unsynchronised`: the last backward before the step ran in DDP's `no_sync`. `order` are the tracked parameters in
+    the order in which an optimizer holds them, if it is another one. `used` are the two sums over all gradients as the
+    optimizer used them. `calls` is the number of collectives of each group
+    since the group was made, by the group's id."""
 
     step: Count
     sums: Annotated[list[tuple[float, float]], Meta(max_length=10_000)]
@@ -418,6 +423,10 @@ class Look(OfRank, tag_field="kind", tag="look"):
     clipped: float | None = None
     weight: float | None = None
     random: Annotated[dict[str, tuple[Name, Name]], Meta(max_length=100)] = {}
+    unsynchronised: bool = False
+    order: Annotated[list[Count], Meta(max_length=10_000)] = []
+    used: tuple[float, float] | None = None
+    calls: Annotated[dict[Name, Count], Meta(max_length=10_000)] = {}
 
 
 class Operation(Recorded):
@@ -636,9 +645,10 @@ class Thread(Observed, tag_field="what", tag="thread"):
 
 
 class Gradients(Observed, tag_field="what", tag="gradients"):
-    """The number of calls of backward, if the script ended without a step."""
+    """The number of calls of backward, if the script ended without a step, and of a GradScaler's step."""
 
     backwards: Count
+    scaler_steps: Count = 0
 
 
 class NotFinite(Observed, tag_field="what", tag="not_finite"):

@@ -81,7 +81,7 @@ def calibrate(
     `CalibrationError` if the ranks fail.
     """
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    late: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    late: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     missing: dict[str, str] = {}
     flops: dict[str, list[float]] = defaultdict(list)
     kernels: dict[str, list[float]] = defaultdict(list)
@@ -100,7 +100,7 @@ def calibrate(
                 missing[operation] = line["reason"][:200]
                 continue
             found[operation][line["size"]] += line["seconds"]
-            late[operation][line["size"]] += line["after_computing"]
+            late[operation][line["size"]] += zip(line["after_computing"], line["computed"])
             report(f"round {line['round']}: {operation}, {size(line['size'])}")
     points = {
         operation: tuple(
@@ -115,10 +115,11 @@ def calibrate(
     return structs.replace(planned, points=points, missing=missing, peaks=peaks, kernels=best)
 
 
-def _point(count: int, seconds: list[float], late: list[float]) -> Point:
+def _point(count: int, seconds: list[float], late: list[tuple[float, float]]) -> Point:
     ordered, half = sorted(seconds), (len(seconds) + 1) // 2
     low, middle, high = median(ordered[:half]), median(ordered), median(ordered[-half:])
-    return Point(count, middle, low, high, len(ordered), tuple(sorted(late)))
+    after, computed = zip(*sorted(late)) if late else ((), ())
+    return Point(count, middle, low, high, len(ordered), after, computed)
 
 
 def _lines(planned: LinkTable, arguments: list[str]) -> Generator[dict[str, Any], None, None]:

@@ -109,6 +109,13 @@ TWO_DEVICES = "Expected all tensors to be on the same device, but found at least
             "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.",
             "minimum",
         ),
+        (
+            "lazy_import",
+            "ModuleNotFoundError",
+            "Could not import module 'GPT2LMHeadModel'. Are this object's requirements defined correctly? Set the"
+            " logging verbosity to DEBUG for the original import error.",
+            "GPT2LMHeadModel",
+        ),
         ("devices_differ", "RuntimeError", TWO_DEVICES, "cuda:0 and cpu"),
         ("nccl", "DistBackendError", NCCL_CUDA, "peer access is not supported"),
     ],

@@ -22,6 +22,7 @@ from diagnosed import (
     start,
     status,
     steps,
+    traffic,
     waiting,
 )
 
@@ -394,3 +395,86 @@ def test_a_sharded_model_that_is_called_different_numbers_of_times():
     )
     stood = [waiting(0, op("all_reduce", 13)), waiting(1, op("all_gather", 13), stack=inside)]
     assert "equally often" in first(fold(spec(), start(0, 1), stood), "hang").fix
+
+
+# ---- a collective that one rank called alone, long before the end
+
+
+def counted(rank: int, calls: dict[int, int], end: tuple[int, int] | None = None, group: str = "0") -> list[dict]:
+    """How many collectives a rank had called after steps, and at its end."""
+    looks = [(step, number, False) for step, number in calls.items()]
+    looks += [(*end, True)] if end else []
+    return [
+        {
+            "kind": "look",
+            "t": 10.0 + step,
+            "rank": rank,
+            "step": step,
+            "sums": [],
+            "end": over,
+            "calls": {group: number},
+        }
+        for step, number, over in looks
+    ]
+
+
+BEFORE = counted(1, {4: 4, 8: 8, 12: 12})
+AFTER_8 = counted(0, {4: 4, 8: 8, 12: 13})
+LINES = (op(seq=21), op("barrier", seq=21, sizes=()))  # rank 0 is in the 20th step, rank 1 has done it
+
+
+def stood(*counts: list[dict], step: int = 20) -> list:
+    """Rank 0 waits in a step, rank 1 behind the loop."""
+    waits = [waiting(0, LINES[0], step=step), waiting(1, LINES[1], step=step + 1, at=(40, "main"))]
+    return [start(0, 1), *counts, *steps(0, step), *steps(1, step + 1), *waits]
+
+
+def test_a_hang_names_the_step_in_which_one_rank_called_more():
+    found = findings(fold(spec(), *stood(AFTER_8, BEFORE)))
+    assert [one.name for one in found] == ["hang"]
+    assert "rank 0: in all_reduce #21" in found[0].evidence and "rank 1: in barrier #21" in found[0].evidence
+    assert "13 on rank 0, 12 on rank 1 after step 12, equally many after step 8" in found[0].evidence
+    assert "rank 0 called a collective in a step between 9 and 12" in found[0].cause
+    assert found[0].fix.startswith("stop the run; make that call on every rank")
+
+
+@pytest.mark.parametrize(
+    ("counts", "events"),
+    [
+        ((counted(0, {4: 4, 8: 9, 12: 12}), BEFORE), []),  # a thread was late on one rank for a while
+        ((counted(0, {4: 4, 8: 8, 12: 12}), BEFORE), []),
+        ((AFTER_8, counted(1, {4: 4, 8: 8, 12: 12}, group="1")), []),
+        ((AFTER_8, BEFORE), [traffic(0, send=(4, 64))]),  # some backends count messages
+    ],
+)
+def test_a_hang_whose_ranks_called_equally_many_collectives(counts, events):
+    found = first(fold(spec(), *stood(*counts), *events), "hang")
+    assert found.cause.startswith("a collective completes only when every rank in its group calls it")
+
+
+def test_ranks_that_lose_each_other_after_a_collective_of_one_of_them():
+    lost = [error(0, CLOSED, ops=[op(seq=21)]), end(0, 1), end(1), status("failed", rank0=1)]
+    told = [start(0, 1), AFTER_8, BEFORE, steps(0, 19), steps(1, 20), lost]
+    state = fold(spec(), *told)
+    assert names(state) == ["extra_collective", "first_failure"]
+    found = findings(state)[0]
+    assert (
+        found.ranks == (0, 1) and "rank 0 called a collective of the default group in a step between 9" in found.title
+    )
+
+
+def test_a_collective_of_one_rank_after_the_last_count():
+    """Rank 0 has called more, and did fewer steps."""
+    ends = counted(0, {4: 4}, end=(9, 11)), counted(1, {4: 4}, end=(10, 10))
+    lost = [error(0, CLOSED, ops=[op(seq=11)]), end(0, 1), end(1), status("failed", rank0=1)]
+    found = first(fold(spec(), start(0, 1), *ends, steps(0, 9), steps(1, 10), lost), "extra_collective")
+    assert "11 on rank 0, 10 on rank 1" in found.evidence and "between 5 and 10" in found.title
+    fewer = counted(0, {4: 4}, end=(9, 10)), counted(1, {4: 4}, end=(10, 10))
+    assert names(fold(spec(), start(0, 1), *fewer, steps(0, 9), steps(1, 10), lost))[0] == "left_early"
+    failed = [error(0, "no memory", ops=[]), status("failed", rank0=1, rank1=-15)]
+    assert names(fold(spec(), start(0, 1), AFTER_8, BEFORE, *steps(0, 19), *failed)) == ["first_failure"]
+
+
+def test_a_group_that_is_not_the_default_one_has_its_number():
+    told = counted(0, {4: 4, 8: 9}, group="3"), counted(1, {4: 4, 8: 8}, group="3")
+    assert "collectives of group #3" in first(fold(spec(), *stood(*told)), "hang").evidence

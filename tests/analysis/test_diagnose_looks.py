@@ -15,7 +15,7 @@ from probed import environment
 from labkit.analysis.diagnose import findings
 from labkit.record.state import RunState
 
-DRIFT = "replicas_differ"
+DRIFT, EXTRA = "replicas_differ", "extra_collective"
 HEALTHY = (
     "healthy_ddp",
     "healthy_by_hand",
@@ -24,9 +24,44 @@ HEALTHY = (
     "healthy_global_mean",
     "healthy_data",
     "healthy_noise",
+    "healthy_thread",
+    "healthy_part_of_each_rank",
 )
 # by case: the finding, and what it says
 FOUND: dict[str, tuple[str, ...]] = {
+    "loaded_after_wrapping": (DRIFT, "differ from the start", "after DistributedDataParallel(model)"),
+    "drawn_after_wrapping": (DRIFT, "differ from the start", "after DistributedDataParallel(model)"),
+    "wrapped_without_sending": (DRIFT, "differ from the start", "init_sync=False"),
+    "loaded_by_one_rank": (DRIFT, "differ from the start", "dist.broadcast(tensor, 0)"),
+    "drawn_with_the_seed_of_each_rank": (DRIFT, "differ from the start", "from its own seed"),
+    "loaded_and_reduced_as_one": (DRIFT, "differ from the start", "dist.broadcast(tensor, 0)"),
+    "zero_of_reversed_parameters": (DRIFT, "number 1 is 0.weight on rank 0, 2.bias on rank 1"),
+    "zero_of_rotated_parameters": (DRIFT, "number 1 is 0.weight on rank 0, 2.weight on rank 1"),
+    "zero_of_sorted_sizes": (DRIFT, "number 2 is 0.bias on rank 0, 2.weight on rank 1"),
+    "synchronised_too_early": (DRIFT, "the last backward before step() ran in DDP's no_sync()"),
+    "synchronised_every_fourth": (DRIFT, "the last backward before step() ran in DDP's no_sync()"),
+    "synchronised_by_the_first_rank": (DRIFT, "the last backward before step() ran in DDP's no_sync()"),
+    "clipped_by_another_limit": (DRIFT, "in proportion 1 on rank 0, 2 on rank 1", "clipped by another limit"),
+    "clipped_by_hand": (DRIFT, "in proportion 1 on rank 0, 2 on rank 1"),
+    "divided_by_the_rank": (DRIFT, "in proportion 2 on rank 0, 1 on rank 1", "divided by another number"),
+    "restored_by_the_first_rank": (
+        DRIFT,
+        "equal gradients and made different updates",
+        "loading a checkpoint on one rank",
+    ),
+    "restored_by_the_second_rank": (
+        DRIFT,
+        "equal gradients and made different updates",
+        "loading a checkpoint on one rank",
+    ),
+    "restored_and_reduced_by_hand": (
+        DRIFT,
+        "equal gradients and made different updates",
+        "loading a checkpoint on one rank",
+    ),
+    "one_more_to_log": (EXTRA, "in a step between 7 and 8", "9 on rank 0, 8 on rank 1 after step 8"),
+    "one_more_before_the_steps": (EXTRA, "rank 0 called", "before the first step", "1 on rank 0, 0 on rank 1"),
+    "one_more_of_a_group": (EXTRA, "rank 1 called", "in step 4", "group #1"),
     "rate_of_a_scheduler": (DRIFT, "learning rate differs first: 0.05 on rank 0, 0.025 on rank 1", "5 and 6"),
     "decay_of_a_rank": (DRIFT, "weight_decay differs first: 0.1 on rank 0, 0.2 on rank 1", "from step 1 on"),
     "momentum_of_a_group": (DRIFT, "momentum of group 1 differs first", "0.bias, 2.bias differ"),
@@ -54,7 +89,8 @@ FOUND: dict[str, tuple[str, ...]] = {
     "optimizer_before_sharding": ("no_effect", "from before fully_shard", "in 14 steps"),
     "optimizer_of_a_copy": ("no_effect", "other tensors than the model"),
     "rate_of_zero": ("no_effect", "the learning rate is 0"),
-    "scaler_that_skips": ("trains_elsewhere", "a GradScaler skipped each step"),
+    "scaler_that_skips": ("trains_elsewhere", "the GradScaler skipped every step", "GradScaler.step: 14"),
+    "scaler_of_a_large_scale": ("trains_elsewhere", "the GradScaler skipped every step"),
     "unused_layer": ("no_gradient", "other.bias, other.weight never got a gradient"),
     "detached_layer": ("no_gradient", "other.bias, other.weight never got a gradient"),
     "layer_without_gradient": ("no_gradient", "other.bias, other.weight never got a gradient"),

@@ -136,7 +136,7 @@ def test_ranks_that_never_answer(monkeypatch):
 
 
 def test_an_interrupt_leaves_no_rank(monkeypatch):
-    line = {"round": 1, "operation": "send", "size": 8, "seconds": [1.0], "after_computing": []}
+    line = {"round": 1, "operation": "send", "size": 8, "seconds": [1.0], "after_computing": [], "computed": []}
     code = f"import json, time; print(json.dumps({line!r}), flush=True); time.sleep(600)"
     monkeypatch.setattr(calibration, "_RANKS", ("-c", code))
 
@@ -150,9 +150,23 @@ def test_an_interrupt_leaves_no_rank(monkeypatch):
 
 def test_an_operation_that_the_backend_lacks_is_left_out_with_its_reason(monkeypatch):
     lines = [
-        {"round": 1, "operation": "send", "size": 8, "seconds": [4.0, 1.0, 2.0], "after_computing": [9.0]},
+        {
+            "round": 1,
+            "operation": "send",
+            "size": 8,
+            "seconds": [4.0, 1.0, 2.0],
+            "after_computing": [9.0],
+            "computed": [0.001],
+        },
         {"round": 1, "operation": "all_to_all", "reason": "no support"},
-        {"round": 2, "operation": "send", "size": 8, "seconds": [3.0, 5.0], "after_computing": [8.0]},
+        {
+            "round": 2,
+            "operation": "send",
+            "size": 8,
+            "seconds": [3.0, 5.0],
+            "after_computing": [8.0],
+            "computed": [0.0],
+        },
         {"round": 2, "precision": "fp32", "flops": [5e10, 6e10]},
         {"round": 2, "kernels": {"copies": [4e9, 5e9], "launch": [2e-6, 3e-6], "slowdown": [3.0, 1.0, 2.0]}},
     ]
@@ -163,6 +177,7 @@ def test_an_operation_that_the_backend_lacks_is_left_out_with_its_reason(monkeyp
     assert found.missing == {"all_to_all": "no support"} and list(found.points) == ["send"]
     (point,) = found.points["send"]
     assert (point.size, point.low, point.seconds, point.high, point.repetitions) == (8, 2.0, 3.0, 4.0, 5)
+    assert (point.after_computing, point.computed) == ((8.0, 9.0), (0.0, 0.001))
     assert found.peaks == {"fp32": 6e10}, "of the fastest product"
     assert found.kernels == {"copies": 5e9, "launch": 2e-6, "slowdown": 2.0}
     assert LinkTable.from_json(found.to_json()) == found

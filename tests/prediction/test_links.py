@@ -177,13 +177,17 @@ def test_delays_are_what_calls_take_longer_after_computing():
     late = (1e-4, *[2e-4] * 9, *[5e-4] * 10)  # the fastest tenth ends at 2e-4
     known = table(all_reduce=((1024, 3e-4), (4096, 4e-4), (16384, 5e-4), (65536, 6e-4)))
     rows = known.points["all_reduce"]
-    known = replace(known, points={"all_reduce": (replace(rows[0], after_computing=late), *rows[1:])})
+    first = replace(rows[0], after_computing=late, computed=(0.0,) * 10 + (0.004,) * 10)
+    known = replace(known, points={"all_reduce": (first, *rows[1:])})
     assert known.seconds("all_reduce", 1024) == known.latency("all_reduce") == 2e-4
     assert known.seconds("all_reduce", 4096) == pytest.approx(4e-4)  # of which no such calls are known
     model = Measured({2: known})
     for ranks in (2, 3):
-        assert sorted(model.time("all_reduce", 4000, ranks).delays) == pytest.approx([0.0] * 10 + [3e-4] * 10)
-        assert model.time("all_reduce", 1 << 20, ranks).delays == ()
+        delays = model.time("all_reduce", 4000, ranks).delays
+        assert delays == {0.0: pytest.approx([0.0] * 10), 0.004: pytest.approx([3e-4] * 10)}
+        assert model.time("all_reduce", 1 << 20, ranks).delays == {}
+    older = Measured({2: replace(known, points={"all_reduce": (replace(first, computed=()), *rows[1:])})})
+    assert older.time("all_reduce", 4000, 2).delays == {0.0: pytest.approx([0.0] * 10 + [3e-4] * 10)}
 
 
 def test_other_numbers_of_ranks_are_scaled_and_marked_as_modelled():

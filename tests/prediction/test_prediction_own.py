@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 
 import psutil
 import pytest
 from commands import called
 from conftest import warm_run
-from places import BY_HAND
+from places import BY_HAND, SCRIPTS
 from traced import apart as apart
 
 import labkit
@@ -291,6 +292,22 @@ def step():
 # As many samples as some random number leaves.
 COUNTED = TRAINING.replace("zeros(2, 4)", "zeros(9, 4)[: int((torch.rand(9) < 0.5).sum())]") + "step()\n" * 3
 
+# A model that is converted twice.
+CONVERTED = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+layers = torch.nn.LayerNorm(64), torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+model = DDP(torch.nn.Sequential(*layers).half().bfloat16().cpu())
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(4):
+    model(torch.randn(8, 64).bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
 # DDP is not told that a step does not use all parameters.
 UNUSED = """
 import torch, torch.distributed as dist
@@ -383,6 +400,41 @@ def test_adapters_in_another_type_and_a_static_graph_are_predicted(written):
         assert one.sent_predicted == pytest.approx(one.sent_measured, rel=EXACT)
 
 
+@pytest.mark.skipif(not find_spec("lightning"), reason="Lightning is not installed")
+def test_a_framework_that_joins_the_ranks_itself_needs_what_was_predicted(written, tmp_path):
+    frameworks = SCRIPTS / "frameworks"
+    (tmp_path / "whole_torchvision.py").write_text((frameworks / "whole_torchvision.py").read_text())
+    source = (frameworks / "lightning_fit.py").read_text()
+    check(
+        written(source.replace("Linear(8, 16)", "Linear(8, 1600)").replace("Linear(16, 1)", "Linear(1600, 1)"), nproc=2)
+    )
+
+
+CLEANS_UP = """
+class Trainer:
+    def fit(self):
+        try:
+            open("log.txt", "w")
+        finally:
+            raise RuntimeError("cannot clean up")
+
+Trainer().fit()
+"""
+
+
+def test_a_model_that_is_converted_is_predicted(written):
+    plan, elements = predict(written(CONVERTED, nproc=2)), 64 + 64 + 64 * 256 + 256 + 256 * 64 + 64
+    assert plan.method == "simulated" and not plan.reason
+    for rank in plan.ranks:
+        assert rank.memory_bytes["parameters"] == rank.comm_bytes_per_step == 2 * elements
+        assert 0 <= rank.memory_bytes["optimizer"] - 2 * 2 * elements < 64  # AdamW, and its numbers of steps
+
+
+def test_a_refusal_is_named_even_if_cleaning_up_fails(written):
+    with pytest.raises(TraceFailed, match=r"train.py:5 writes to log.txt, which a trace refuses"):
+        predict(written(CLEANS_UP))
+
+
 def test_buffers_are_broadcast_in_a_group_without_rank_0(written):
     plan = predict(written(IN_PAIRS, nproc=4))
     assert plan.method == "simulated", plan.reason
@@ -407,6 +459,16 @@ def test_batches_that_wait_in_a_loader_with_workers_are_not_counted(written):
         ("best = min(best, loss.item())", False),
         ("if loss.item() != loss.item(): break", False),
         ("if math.isfinite(loss.item()) and step > 5: break", False),
+        ("if float(loss.detach()) > 0.01: dist.all_reduce(torch.zeros(4))", True),
+        ("if math.exp(loss.item()) > 20: dist.all_reduce(torch.zeros(4))", True),
+        ("if round(float(loss), 3) > 2: dist.all_reduce(torch.zeros(4))", True),
+        ("if loss.tolist() > 0.01: dist.all_reduce(torch.zeros(4))", True),
+        ("if bool(loss.item()): dist.all_reduce(torch.zeros(4))", True),
+        (
+            "rate = float('inf') if float(3) > 2 else float(); assert rate == float('inf') and type(rate) is float",
+            False,
+        ),
+        ("if float(loss) > float(1e4): optimizer.param_groups[0]['lr'] /= float('2')", False),
     ],
 )
 def test_a_decision_by_a_number_of_the_data_is_named_if_the_step_depends_on_it(written, decision, matters):
@@ -415,6 +477,13 @@ def test_a_decision_by_a_number_of_the_data_is_named_if_the_step_depends_on_it(w
     line = 1 + DECIDING.splitlines().index("    DECISION")
     said = f"train.py:{line} decides by a number that depends on the data; the prediction has 1 for it"
     assert plan.reason == (said if matters else "")
+
+
+def test_a_decision_in_a_module_beside_the_script_is_named(written, tmp_path):
+    (tmp_path / "judge.py").write_text("def is_large(loss):\n    return float(loss) > 0.5\n")
+    decision = "from judge import is_large\n    if is_large(loss): dist.all_reduce(torch.zeros(4))"
+    plan = predict(written(DECIDING.replace("DECISION", decision), nproc=2))
+    assert plan.reason == "judge.py:2 decides by a number that depends on the data; the prediction has 1 for it"
 
 
 def test_stages_that_know_their_shapes_are_predicted(written):
@@ -471,7 +540,7 @@ def test_a_script_for_gpus_is_traced_without_one(written):
         ("1 / 0", r"train.py:1 raised ZeroDivisionError: division by zero, before"),
         (
             "try:\n    open('x', 'w')\nexcept OSError:\n    1 / 0",
-            r"ZeroDivisionError: .* refused a call that writes to x",
+            r"train.py:2 writes to x, which a trace refuses, .* do this after that step",
         ),
         ("x = 1", r"the script ended before the first optimizer step; a trace needs one"),
         ("import os\nos._exit(4)", r"exit code 4, without a result"),

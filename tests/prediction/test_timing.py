@@ -146,7 +146,7 @@ def test_an_operation_that_a_class_of_ranks_never_starts_does_not_block_the_othe
 def test_an_operation_takes_longer_by_one_of_its_delays():
     class Delayed(Links):
         def _time(self, operation, size, ranks, nodes):
-            return replace(super()._time(operation, size, ranks, nodes), delays=(*[0.0] * 7, 8.0))
+            return replace(super()._time(operation, size, ranks, nodes), delays={0.0: (*[0.0] * 7, 8.0)})
 
     one = [Start(0, "all_reduce", 1, (0, 1)), Wait(0)]
     found = simulate({0: one, 1: one}, {0: 0, 1: 1}, Delayed(), None)[0]
@@ -156,6 +156,20 @@ def test_an_operation_takes_longer_by_one_of_its_delays():
     assert at_once.seconds == 2.0 and at_once.high in (2.0, 10.0), "their delays pass at the same time"
     twenty = simulate({0: one * 20, 1: one * 20}, {0: 0, 1: 1}, Delayed(), None, steps=101)[0]
     assert twenty.seconds == pytest.approx(20 * (1 + 8 / 8), rel=0.15)
+
+
+def test_delays_are_those_after_about_as_much_computation():
+    class Delayed(Links):
+        def _time(self, operation, size, ranks, nodes):
+            return replace(super()._time(operation, size, ranks, nodes), delays={0.0: (0.0,), 3.0: (8.0,)})
+
+    def step(*items):
+        return simulate(dict.fromkeys((0, 1), items), {0: 0, 1: 1}, Delayed(), None)[0].seconds
+
+    one, two = ([Start(number, "all_reduce", 1, (0, 1)), Wait(number)] for number in (0, 1))
+    assert step(compute("forward", 1.0), *one) == 1 + 1
+    assert step(compute("forward", 1.0), compute("backward", 1.0), *one) == 2 + 8 + 1
+    assert step(compute("forward", 2.0), *one, *two) == 2 + 8 + 1 + 1
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (2, 3), (3, 2)])

@@ -9,6 +9,8 @@ import gc
 import importlib
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, random_split
 
@@ -144,6 +147,247 @@ def healthy_data():
     learn(model, DataLoader(trained, 4, sampler=DistributedSampler(trained)))
     evaluate(model, DataLoader(held, 4, sampler=DistributedSampler(held, shuffle=False)))
     evaluate(model, DataLoader(held, 4))
+
+
+@case
+def healthy_thread():
+    """A thread calls collectives of its own group, on one rank later than on the other."""
+    group()
+    model, own = net(), dist.new_group()
+
+    def checkpoint():
+        for _ in range(40):
+            dist.all_reduce(torch.zeros(1), group=own)
+            time.sleep(0.002 * RANK)
+
+    thread = threading.Thread(target=checkpoint)
+    thread.start()
+    train(model, then=lambda: all_reduce_gradients(model))
+    thread.join()
+
+
+@case
+def healthy_part_of_each_rank():
+    """A layer that DDP is asked to ignore, with other weights on each rank."""
+    model = net()
+    torch.manual_seed(RANK)
+    nn.init.normal_(model[0].weight)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "0.bias"])
+    train(ddp(model))
+
+
+# ---- replicas that never were equal
+
+
+def loaded(model):
+    """Loads a checkpoint on one rank only."""
+    if RANK == 0:
+        torch.manual_seed(1)
+        model.load_state_dict({name: torch.randn_like(each) for name, each in model.state_dict().items()})
+    return model
+
+
+@case
+def loaded_after_wrapping():
+    model = ddp()
+    loaded(model.module)
+    train(model)
+
+
+@case
+def drawn_after_wrapping():
+    model = ddp()
+    torch.manual_seed(RANK)
+    for each in model.parameters():
+        nn.init.normal_(each, std=0.1)
+    train(model)
+
+
+@case
+def wrapped_without_sending():
+    group()
+    train(DistributedDataParallel(loaded(net()), init_sync=False))
+
+
+@case
+def loaded_by_one_rank():
+    group()
+    model = loaded(net())
+    train(model, then=lambda: all_reduce_gradients(model))
+
+
+@case
+def drawn_with_the_seed_of_each_rank():
+    group()
+    torch.manual_seed(RANK)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    train(model, then=lambda: all_reduce_gradients(model))
+
+
+@case
+def loaded_and_reduced_as_one():
+    group()
+    model = loaded(net())
+
+    def average():
+        parameters = list(model.parameters())
+        flat = nn.utils.parameters_to_vector([each.grad for each in parameters])
+        dist.all_reduce(flat)
+        nn.utils.vector_to_parameters(flat / RANKS, [each.grad for each in parameters])
+
+    train(model, then=average)
+
+
+# ---- replicas drift: the order of the parameters, and no_sync for the last micro-batch
+
+
+def zero(order):
+    model = ddp()
+    parameters = order(dict(model.named_parameters()))
+    train(model, ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.01))
+
+
+@case
+def zero_of_reversed_parameters():
+    zero(lambda named: list(named.values())[:: -1 if RANK else 1])
+
+
+@case
+def zero_of_rotated_parameters():
+    zero(lambda named: [*named.values()][2 * RANK :] + [*named.values()][: 2 * RANK])
+
+
+@case
+def zero_of_sorted_sizes():
+    zero(lambda named: sorted(list(named.values())[:: -1 if RANK else 1], key=torch.Tensor.numel))
+
+
+def accumulated(is_last):
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number, (x, y) in enumerate(batches(2 * STEPS)):
+        model.require_backward_grad_sync = is_last(number)  # as no_sync() does
+        (model(x) - y).pow(2).mean().backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
+def synchronised_too_early():
+    accumulated(lambda number: number % 2 == 0)
+
+
+@case
+def synchronised_every_fourth():
+    accumulated(lambda number: number % 4 == 3)
+
+
+@case
+def synchronised_by_the_first_rank():
+    accumulated(lambda number: number >= 8 and number % 2 == 0)
+
+
+# ---- replicas drift: equal gradients, which the ranks use differently
+
+
+@case
+def clipped_by_another_limit():
+    model = ddp()
+    train(model, then=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05 * (1 + RANK)))
+
+
+@case
+def clipped_by_hand():
+    group()
+    model = net()
+
+    def average():
+        all_reduce_gradients(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05 * (1 + RANK))
+
+    train(model, then=average)
+
+
+@case
+def divided_by_the_rank():
+    group()
+    model = net()
+
+    def average():
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 1 + RANK
+
+    train(model, then=average)
+
+
+def restored_by(rank, model, then=None):
+    """An optimizer whose state one rank loads."""
+    kinds = {"lr": 0.01}
+    optimizer, other = torch.optim.Adam(model.parameters(), **kinds), torch.optim.Adam(net().parameters(), **kinds)
+    saved = other.state_dict()
+    saved["state"] = {
+        number: {"step": torch.tensor(5.0), "exp_avg": torch.ones_like(each), "exp_avg_sq": torch.ones_like(each)}
+        for number, each in enumerate(model.parameters())
+    }
+    if rank == RANK:
+        optimizer.load_state_dict(saved)
+    train(model, optimizer, then=then)
+
+
+@case
+def restored_by_the_first_rank():
+    restored_by(0, ddp())
+
+
+@case
+def restored_by_the_second_rank():
+    restored_by(1, ddp())
+
+
+@case
+def restored_and_reduced_by_hand():
+    group()
+    model = net()
+    restored_by(0, model, lambda: all_reduce_gradients(model))
+
+
+# ---- a collective of one rank, which pairs with the next one of the same size
+
+
+def one_more(step_of, group_of=lambda: None):
+    """Rank 0 calls it after one step, rank 1 after another one."""
+    group()
+    model, used = nn.Linear(6, 1, bias=False), group_of()
+    torch.manual_seed(0)
+    nn.init.normal_(model.weight)
+
+    def average():
+        dist.all_reduce(model.weight.grad, group=used)
+        model.weight.grad /= RANKS
+
+    def log(step):
+        if step == step_of[RANK]:
+            dist.all_reduce(torch.zeros(1, 6), group=used)
+
+    log(0)
+    train(model, then=average, each=log)
+
+
+@case
+def one_more_to_log():
+    one_more((6, 12))
+
+
+@case
+def one_more_before_the_steps():
+    one_more((0, STEPS))
+
+
+@case
+def one_more_of_a_group():
+    one_more((12, 3), dist.new_group)
 
 
 # ---- replicas drift: the hyperparameters
@@ -439,6 +683,20 @@ def scaler_that_skips():
     for x, y in batches():
         optimizer.zero_grad()
         scaler.scale((model(x) - y).pow(2).mean() * float("inf")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@case
+def scaler_of_a_large_scale():
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=0.99)
+    for x, y in batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = (model(x) - y).pow(2).mean()
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
 

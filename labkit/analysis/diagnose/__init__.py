@@ -161,6 +161,7 @@ def cut_short(state: RunState) -> Iterator[Finding]:
 RULES: tuple[Callable[[RunState], Iterator[Finding]], ...] = (
     errors.known_error,
     errors.out_of_memory,
+    looks.extra_collective,
     mismatch.uneven_inputs,
     mismatch.evaluation_on_one_rank,
     mismatch.mismatch,

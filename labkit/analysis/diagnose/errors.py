@@ -194,7 +194,8 @@ def first_failure(state: RunState) -> Iterator[Finding]:
         title=title,
         evidence=shorter(says) + where,
         cause=_cause(state, failure),
-        fix=f"read the end of the stderr of rank {failure.rank}"
+        fix=("follow the fix above; the whole message is at" if any(known_error(state)) else "read")
+        + f" the end of the stderr of rank {failure.rank}"
         + ("; the errors of the other ranks follow from it" if failure.collateral else ""),
         ranks=_involved(failure),
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from labkit.analysis.diagnose.finding import Finding
+from labkit.analysis.diagnose.looks import surplus_calls
 from labkit.common.units import ranks_in_words
 from labkit.record.events import CutOff, Error
 from labkit.record.ranks import PEER_GONE
@@ -448,7 +449,20 @@ def hang(state: RunState) -> Iterator[Finding]:
         return
     found = _silent(state) or _parted(state) or _crossed(state) or _unanswered(state) or _waits(state)
     if found is not None:
-        yield found
+        yield _with_earlier_cause(state, found)
+
+
+def _with_earlier_cause(state: RunState, found: Finding) -> Finding:
+    """The finding with the collective that only some ranks called long before, if there was one."""
+    surplus, parts = surplus_calls(state), apart(state)
+    if surplus is None or silent(state) or (parts is not None and parts.how not in ("extra", "branch")):
+        return found
+    return replace(
+        found,
+        evidence=f"{surplus.in_words}; {found.evidence}",
+        cause=surplus.cause,
+        fix="stop the run; " + surplus.fix,
+    )
 
 
 def cut_off(state: RunState) -> Iterator[Finding]:

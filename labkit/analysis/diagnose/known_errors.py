@@ -430,6 +430,24 @@ KNOWN_ERRORS = (
         "use the gloo backend (the lab's scripts do so without a GPU), or install a CUDA build of PyTorch on Linux",
     ),
     KnownError(
+        "lazy_import",
+        r"Could not import module '\w+'\. Are this object's requirements defined correctly",
+        "transformers could not import one of its modules",
+        "a library that this module imports is missing or does not load, most often a torchvision that was built for "
+        "another torch; the message does not name it, the first error of the traceback does",
+        "read the first error in the stderr; if it names torchvision, install the one of the same release and build as "
+        "torch, or uninstall it if the script does not need it",
+    ),
+    KnownError(
+        "torchvision_build",
+        r"operator torchvision::\w+ does not exist",
+        "torchvision was built for another version or build of torch",
+        "its compiled operators do not load next to this torch, such as those of a CUDA build next to a CPU build; "
+        "Lightning, transformers and timm import torchvision if it is installed",
+        "install the torchvision of the same release and build as torch (`labkit doctor` shows both), or uninstall it "
+        "if the script does not need it",
+    ),
+    KnownError(
         "old_driver",
         r"driver version is insufficient|driver on your system is too old",
         "the NVIDIA driver is too old for this PyTorch build",

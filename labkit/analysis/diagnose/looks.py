@@ -6,11 +6,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.finding import Finding
 from labkit.common.units import counted, ranks_in_words
 from labkit.record.events import DividedData, Evaluation, Input
+from labkit.record.ranks import PEER_GONE
+from labkit.record.state import per_revision
 
 if TYPE_CHECKING:
     from labkit.record.events import Look, TrackedModel, TrackedTensor
@@ -26,6 +29,7 @@ _DRAWN = 5  # and for random numbers
 _MOST = 0.9  # share of looks, or of tensors, that counts as all of them
 _ALL_GRADIENTS = 1.8  # bytes per parameter: gradients in 16 bits, up to padding
 _SHOWN = 4
+_DEFAULT = "0"  # the id of the default group
 _SHARING = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
 
 
@@ -106,8 +110,11 @@ def nothing_sent(state: RunState) -> Iterator[Finding]:
 
 
 def replicas_differ(state: RunState) -> Iterator[Finding]:
-    """Replicas of one model that were equal and are not any more."""
-    if _alone(state) or any(nothing_sent(state)):
+    """Replicas of one model that were equal and are not any more, or that never were."""
+    if _alone(state) or any(nothing_sent(state)) or surplus_calls(state):
+        return
+    for ranks in _never_equal(state):
+        yield _unequal_from_the_start(ranks)
         return
     for ranks, ddp in _replicas(state):
         parameters, buffers = (_names(ranks[0], role) for role in ("parameter", "buffer"))
@@ -125,6 +132,133 @@ def replicas_differ(state: RunState) -> Iterator[Finding]:
                 "mean of BatchNorm",
                 fix="use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or leave out broadcast_buffers=False",
             )
+
+
+@dataclass(frozen=True)
+class Surplus:
+    """Ranks that called a collective which the other ranks of the group did not call: the `group` in words, the number
+    of `calls` by rank, and between which steps the additional call was made, in words (`when`)."""
+
+    group: str
+    calls: dict[int, int]
+    before: str
+    when: str
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that called more."""
+        return tuple(rank for rank, calls in self.calls.items() if calls > min(self.calls.values()))
+
+    @property
+    def in_words(self) -> str:
+        """How many collectives each rank had called, and when they were equally many."""
+        each = ", ".join(f"{calls} on rank {rank}" for rank, calls in self.calls.items())
+        return f"collectives of {self.group} called: {each}{self.before}"
+
+    @property
+    def cause(self) -> str:
+        """Why the run goes wrong."""
+        return (
+            f"{ranks_in_words(self.ranks)} called a collective {self.when} that the others did not call; calls are "
+            "matched only by their order, so every later one was matched with the next one of the other ranks, without "
+            "an error as long as both have the same operation and size"
+        )
+
+    fix = (
+        "make that call on every rank or on none: look for an `if rank ==`, a caught exception or a value of one rank "
+        "around it"
+    )
+
+
+def extra_collective(state: RunState) -> Iterator[Finding]:
+    """A collective that some ranks of a group called and the others did not, which was matched with a later one. A run
+    that hangs has this as the cause of the hang."""
+    surplus = surplus_calls(state)
+    if surplus and (state.failure is not None or not hangs(state)):
+        yield Finding(
+            name="extra_collective",
+            kind="wrong",
+            title=f"{ranks_in_words(surplus.ranks)} called a collective of {surplus.group} {surplus.when} that the "
+            "other ranks did not call",
+            evidence=surplus.in_words,
+            cause=surplus.cause,
+            fix=surplus.fix,
+            ranks=tuple(surplus.calls),
+        )
+
+
+@per_revision
+def surplus_calls(state: RunState) -> Surplus | None:
+    """Ranks that called more collectives of a group than the others; None if their numbers are equal or not known, or
+    if messages may be counted among them.
+
+    Numbers may also differ for a while because a thread calls collectives, such as that of a checkpoint. So a
+    difference counts if the replicas part with it, or if it lasts until the run hangs, ranks lose each other, or all of
+    them end.
+    """
+    ranks = [rank for _, rank in sorted(state.ranks.items()) if rank.looks]
+    if any(rank.traffic and "send" in rank.traffic.ops for rank in ranks):
+        return None
+    done = [_steps(rank) for rank in ranks]
+    if not ranks or max(done) - min(done) > (state.status.state != "finished"):
+        return None  # a step has another number on each rank, such as after steps that only one of them makes
+    for group in dict.fromkeys(group for rank in ranks for look in rank.looks for group in look.calls):
+        members = [rank for rank in ranks if any(group in look.calls for look in rank.looks)]
+        if len(members) > 1 and (found := _surplus(state, members, group)):
+            return found
+    return None
+
+
+def _surplus(state: RunState, ranks: Sequence[RankState], group: str) -> Surplus | None:
+    counts = [
+        {look.step: look.calls[group] for look in rank.looks if group in look.calls and not look.end} for rank in ranks
+    ]
+    steps = sorted(set.intersection(*map(set, counts)))
+    equal = [step for step in steps if len({each[step] for each in counts}) == 1]
+    ends = {rank.rank: look for rank in ranks for look in rank.looks if look.end and group in look.calls}
+    failure = state.failure
+    lost = failure is not None and (failure.left or PEER_GONE.search(f"{failure.type}: {failure.message}"))
+    until_the_end = len({look.calls[group] for look in ends.values()}) > 1 if state.over and failure is None else lost
+    parting = [found[0].step for members, _ in _replicas(state) if (found := _parting(members, _names(members[0])))]
+    parted = next((step for step in parting if step in steps and step not in equal), None)
+    known = max((step for step in equal if parted is None or step < parted), default=-1)
+    lasts = parted is not None or until_the_end or hangs(state)
+    first = next((step for step in steps if step > known), None) if lasts else None
+    words = "the default group" if group == _DEFAULT else f"group #{group}"
+    if first is not None:
+        last = max((step for step in equal if step < first), default=None)
+        calls = {rank.rank: each[first] for rank, each in zip(ranks, counts)}
+        before = f" after step {first}" + ("" if last is None else f", equally many after step {last}")
+        return Surplus(words, calls, before, _between(last, first))
+    for rank, look in ends.items() if lost else ():
+        for other, its in ends.items():
+            if look.step < its.step and look.calls[group] > its.calls[group]:
+                last = max(equal, default=None)
+                calls = dict(sorted({rank: look.calls[group], other: its.calls[group]}.items()))
+                before = f" when they ended, rank {rank} in step {look.step + 1}"
+                return Surplus(words, calls, before, _between(last, look.step + 1))
+    return None
+
+
+def hangs(state: RunState) -> bool:
+    """Whether a rank has waited for long and not gone on since."""
+    return state.status.state != "finished" and any(
+        rank.waiting is not None and rank.exit_code != 0 and _steps(rank) <= (rank.waiting.step or 0)
+        for rank in state.ranks.values()
+    )
+
+
+def _steps(rank: RankState) -> int:
+    return int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0
+
+
+def _between(last: int | None, first: int) -> str:
+    """When something happened that had not after step `last`, and had after step `first`."""
+    if not first:
+        return "before the first step"
+    if last is None:
+        return f"before the end of step {first}"
+    return f"in step {first}" if first <= last + 1 else f"in a step between {last + 1} and {first}"
 
 
 def tied_apart(state: RunState) -> Iterator[Finding]:
@@ -184,6 +318,56 @@ def _replicas(state: RunState) -> Iterator[tuple[list[RankState], TrackedModel |
         yield ranks, None
 
 
+def _never_equal(state: RunState) -> Iterator[list[RankState]]:
+    """Ranks whose replicas differ at every look: of one DDP, or with gradients that the script all-reduces, of
+    different samples."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    by_ddp = [members for members, model in _replicas(state) if model is not None]
+    by_hand = [ranks] if not by_ddp and state.asked is None and _all_reduces_gradients(ranks) else []
+    for members in (*by_ddp, *by_hand):
+        numbers = _names(members[0], "parameter")
+        steps = set.intersection(*({look.step for look in _in_steps(rank)} for rank in members))
+        apart = [len(_apart(members, step, numbers)) for step in (0, *sorted(steps))]
+        if min(apart) >= _MOST * len(numbers):
+            yield members
+
+
+def _all_reduces_gradients(ranks: Sequence[RankState]) -> bool:
+    """Whether ranks with equal models and different samples send nothing but all-reduces of as many bytes as their
+    gradients have."""
+    if len(ranks) < 2 or not _alike(ranks) or not _separate(ranks, known=True):
+        return False
+    traffic = [rank.traffic for rank in ranks if rank.traffic]
+    sizes = [one.ops["all_reduce"].bytes if set(one.ops) == {"all_reduce"} else 0 for one in traffic]
+    sharded = any(model.sharded for rank in ranks for model in _models(rank))
+    return len(sizes) == len(ranks) and not sharded and min(sizes) >= _ALL_GRADIENTS * _elements(ranks[0])
+
+
+def _unequal_from_the_start(ranks: list[RankState]) -> Finding:
+    ddp = any(model.ranks for model in _models(ranks[0]))
+    return Finding(
+        name="replicas_differ",
+        kind="wrong",
+        title=f"the replicas on {ranks_in_words([rank.rank for rank in ranks])} differ from the start",
+        evidence=f"sums of {_parameters(_called(ranks[0], sorted(_names(ranks[0], 'parameter'))))} differ before the "
+        f"first step, and after each of {counted(len(_in_steps(ranks[0])), 'observed step')}",
+        cause=(
+            "the weights were loaded or changed on some of the ranks after DistributedDataParallel(model), which sends "
+            "those of its first rank only when it is made (and not at all with init_sync=False)"
+            if ddp
+            else "each rank started with other weights, from its own seed or because only some of the ranks loaded a "
+            "checkpoint; averaged gradients keep the difference"
+        ),
+        fix=(
+            "load the weights before DistributedDataParallel(model), or on every rank"
+            if ddp
+            else "send the weights of rank 0 before the first step: for tensor in model.state_dict().values(): "
+            "dist.broadcast(tensor, 0); or load the checkpoint on every rank"
+        ),
+        ranks=tuple(rank.rank for rank in ranks),
+    )
+
+
 def _drift(
     ranks: list[RankState], ddp: TrackedModel | None, first: Look, parted: list[int]
 ) -> tuple[str, str, str] | None:
@@ -202,6 +386,37 @@ def _drift(
             "let all ranks decide alike: all-reduce the number that a scheduler such as ReduceLROnPlateau judges, or "
             "broadcast the learning rate from rank 0",
         )
+    if orders := _unlike_orders(ranks):
+        return (
+            "some parameters" if not everything else "the replicas",
+            f"the optimizers hold the parameters in different orders: {orders}; an optimizer that divides them by "
+            "position, such as ZeroRedundancyOptimizer, then updates some on several ranks and some on none",
+            "give the optimizer the parameters in one order on every rank, such as list(model.parameters()), and not "
+            "those of a set or of a sort that depends on the rank",
+        )
+    if ddp and any(look.unsynchronised for look in _in_steps(ranks[0])):
+        return (
+            "the replicas" if everything else "some parameters",
+            "the last backward before step() ran in DDP's no_sync(), so its gradients are those of each rank's own "
+            "samples",
+            "leave no_sync() for the last micro-batch before step(): check the condition that decides which one it is",
+        )
+    factors = _factors(ranks, first.step) if everything else None
+    if factors and max(factors) > 1 + _UNLIKE_FACTORS:
+        told = ", ".join(f"{factor:.4g} on rank {rank.rank}" for factor, rank in zip(factors, ranks))
+        return (
+            "the replicas",
+            f"the ranks multiply their equal gradients by different numbers, in proportion {told}: they are clipped by "
+            "another limit or norm, or divided by another number, on each rank",
+            "scale and clip gradients alike on all ranks: look for what depends on the rank before step()",
+        )
+    if factors and max(factors) < 1 + _APART:
+        return (
+            "the replicas",
+            "the optimizers used equal gradients and made different updates: their states differ, such as after loading "
+            "a checkpoint on one rank only, or parameters are changed after step()",
+            "load the optimizer's state on every rank, and compare the ranks' lines after step()",
+        )
     if ddp and not everything:
         return (
             "some parameters",
@@ -219,10 +434,22 @@ def _drift(
         return (
             "the replicas",
             "what DDP all-reduces is not all that the ranks' optimizers use: gradients or parameters are changed after "
-            "backward in different ways, or backward ran in no_sync() before the step",
-            "compare the ranks' lines between backward() and step(), and leave no_sync() for the last backward",
+            "backward in different ways",
+            "compare the ranks' lines between backward() and step()",
         )
     return _drift_by_hand(ranks, everything)
+
+
+def _factors(ranks: Sequence[RankState], step: int) -> list[float] | None:
+    """The gradients that the ranks' optimizers used in a step, as multiples of the smallest ones; None if they are not
+    multiples of each other, or not known."""
+    used = [look.used for rank in ranks if (look := _look_at(rank, step)) is not None and look.used]
+    if len(used) < len(ranks) or not all(size > 0 and math.isfinite(size) for _, size in used):
+        return None
+    signed, sizes = ([one[which] for one in used] for which in (0, 1))
+    least = min(sizes)
+    shares = [value / size for value, size in zip(signed, sizes)]
+    return [size / least for size in sizes] if max(shares) - min(shares) < _APART else None
 
 
 def _drift_by_hand(ranks: list[RankState], everything: bool) -> tuple[str, str, str] | None:
@@ -467,8 +694,8 @@ def local_norm(state: RunState) -> Iterator[Finding]:
     """Gradients that were clipped by a different factor on each rank of one model."""
     for ranks in _averaging(state):
         found = _unequal(ranks, lambda look: look.clipped, _UNLIKE_FACTORS)
-        if found is None:
-            continue
+        if found is None or not any(model.sharded for model in _models(ranks[0])):
+            continue  # replicas part if that happens to them, which is told
         step, factors = found
         told = ", ".join(f"{factor:.4g} on rank {rank.rank}" for factor, rank in zip(factors, ranks))
         yield Finding(
@@ -608,6 +835,21 @@ def _unlike_settings(ranks: Sequence[RankState], until: int) -> tuple[str, int, 
             if max(values) - min(values) > 1e-9 * max(map(abs, values)):
                 return name, step, values
     return None
+
+
+def _unlike_orders(ranks: Sequence[RankState]) -> str:
+    """Where the orders of the parameters in the ranks' optimizers differ first, in words; empty if they do not."""
+    held = [next((look.order for look in _in_steps(rank) if look.order), []) for rank in ranks]
+    length = max(map(len, held))
+    orders = [order or list(range(length)) for order in held]
+    if len({len(order) for order in orders}) > 1:
+        return ""
+    for position, numbers in enumerate(zip(*orders)):
+        if len(set(numbers)) > 1:
+            names = (_called(rank, [number])[0] for rank, number in zip(ranks, numbers))
+            each = ", ".join(f"{name} on rank {rank.rank}" for name, rank in zip(names, ranks))
+            return f"number {position + 1} is {each}"
+    return ""
 
 
 def _in_words(name: str) -> str:

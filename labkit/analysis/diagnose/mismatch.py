@@ -26,6 +26,7 @@ from labkit.analysis.diagnose.hang import (
     steps_done,
     waiting,
 )
+from labkit.analysis.diagnose.looks import surplus_calls
 from labkit.common.units import ranks_in_words
 from labkit.record.events import Loader
 from labkit.record.stacks import place
@@ -114,7 +115,7 @@ def _in_a_thread(state: RunState) -> bool:
 def mismatch(state: RunState) -> Iterator[Finding]:
     """Collectives that do not match: one failed, or all ranks block in it because their shapes differ."""
     failed, waits = state.failure is not None, waiting(state)
-    if not failed and not waits:
+    if (not failed and not waits) or surplus_calls(state):
         return
     reported = next(((rank, text) for rank, text in texts(state) if MISMATCH.search(text)), None)
     events = {
@@ -142,6 +143,8 @@ def mismatch(state: RunState) -> Iterator[Finding]:
 def left_early(state: RunState) -> Iterator[Finding]:
     """A rank whose script ended without an error while others wait for it, or failed because it was gone."""
     failure, waits = state.failure, waiting(state)
+    if surplus_calls(state):
+        return
     if failure is None:
         pending = pending_operations(waits)
         ended = [rank.rank for rank in state.ranks.values() if rank.exit_code == 0] + list(gone(state))

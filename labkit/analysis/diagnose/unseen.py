@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.finding import Finding
-from labkit.common.units import counted
+from labkit.common.units import counted, ranks_in_words
 from labkit.record.events import Gradients, StartedProcess, Thread
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ _SHOWN = 3
 def trains_elsewhere(state: RunState) -> Iterator[Finding]:
     """Ranks without a step whose script started other processes, or computed gradients but never updated parameters,
     unless an error ended it before that."""
+    idle: dict[bool, list[RankState]] = {}
     for rank in state.ranks.values():
         if len(rank.steps):
             continue
@@ -30,7 +31,9 @@ def trains_elsewhere(state: RunState) -> Iterator[Finding]:
             if over or (state.now or rank.started or 0.0) - started[0].t > _PATIENCE:
                 yield _processes(rank, started)
         elif over and state.failure is None and (seen := rank.seen(Gradients)):
-            yield _gradients(rank, seen[-1].backwards)
+            idle.setdefault(seen[-1].scaler_steps > 0, []).append(rank)
+    for skipped, ranks in idle.items():
+        yield _gradients(ranks, skipped)
 
 
 def trains_beside(state: RunState) -> Iterator[Finding]:
@@ -73,21 +76,36 @@ def _processes(rank: RankState, started: list[StartedProcess]) -> Finding:
     )
 
 
-def _gradients(rank: RankState, backwards: int) -> Finding:
+def _gradients(ranks: list[RankState], skipped: bool) -> Finding:
+    """Ranks that computed gradients; `skipped`: for each of them a GradScaler was asked to step."""
+    seen = [rank.seen(Gradients)[-1] for rank in ranks]
+    numbers = [rank.rank for rank in ranks]
+    scaler = f"; calls of GradScaler.step: {max(one.scaler_steps for one in seen)}" if skipped else ""
     return Finding(
         name="trains_elsewhere",
-        kind="unseen",
-        title=f"rank {rank.rank} recorded no training step: gradients were computed, but no parameter changed",
-        evidence=f"calls of backward: {backwards}; optimizer steps: 0; parameter updates after backward: 0",
+        kind="wrong" if skipped else "unseen",
+        title=(
+            f"{ranks_in_words(numbers)}: the GradScaler skipped every step"
+            if skipped
+            else f"{ranks_in_words(numbers)} recorded no training step: gradients were computed, but no parameter "
+            "changed"
+        ),
+        evidence=f"calls of backward: {max(one.backwards for one in seen)}{scaler}; optimizer steps: 0; parameter "
+        "updates after backward: 0",
         cause=(
-            "a step is optimizer.step() or a parameter update after backward; the script did neither, or a GradScaler "
-            "skipped each step, because it found infinite or NaN gradients"
+            "the scaled gradients were infinite or NaN in every step: the loss is not finite, or the scale stays so "
+            "large that float16 overflows"
+            if skipped
+            else "a step is optimizer.step() or a parameter update after backward; the script did neither"
         ),
         fix=(
-            "call optimizer.step() after backward; if the script updates tensors in another way, use a "
+            "print loss and scaler.get_scale(): if the loss is finite, use a smaller init_scale or the default "
+            "backoff_factor of GradScaler, or bfloat16 without a scaler"
+            if skipped
+            else "call optimizer.step() after backward; if the script updates tensors in another way, use a "
             "torch.optim.Optimizer instead"
         ),
-        ranks=(rank.rank,),
+        ranks=tuple(numbers),
     )
 
 

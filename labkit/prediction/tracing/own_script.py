@@ -23,7 +23,7 @@ from labkit.common.text import visible_line
 from labkit.common.units import size
 from labkit.prediction.tracing import world
 from labkit.prediction.tracing.alone import works_alone
-from labkit.prediction.tracing.decisions import Decisions
+from labkit.prediction.tracing.decisions import Decisions, compiled
 from labkit.prediction.tracing.gpu import OnTracedDevice, without_gpus
 from labkit.prediction.tracing.guard import Refusals, Refused
 from labkit.prediction.tracing.rank import reported
@@ -37,10 +37,11 @@ from labkit.probe.patches import Patches
 from labkit.probe.runner import code_of
 from labkit.probe.steps import StepWatch
 
-STEPS = 3  # the first typical one, whatever wraps the model
+STEPS = 3  # the first typical one, whatever wraps the model, and the one of which a run profiles the memory
 LEAST = 2  # optimizers have their state in it
 _LATER, _MORE = 16, 2.0  # further steps, and seconds of CPU time for them, in which it may send other bytes
 _ALIKE = 0.02  # share of the bytes
+_UNPLACED = "the script"
 _HERE = Path(__file__).parents[2]
 _LIBRARIES = (
     *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -76,7 +77,7 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     tape.keeps_kernels = tape.computes_numbers = True
     tape.number = request["number"]
     decisions = Decisions(request["contrary"])
-    decisions.follow()
+    decisions.follow(_LIBRARIES)
     world.join(rank, request["ranks"])
     works_alone(tape)
     if request["gpus"]:
@@ -109,7 +110,7 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     if steps.done < LEAST:
         raise Untraceable(f"{ended} in the step after the first one, which is not a typical one; {fix}")
     tape.keeps_kernels = False
-    early = steps.note if steps.done == STEPS else f"the trace has {steps.done} of {STEPS} steps: {ended.rstrip(',')}"
+    early = steps.note if steps.done >= STEPS else f"the trace has {steps.done} of {STEPS} steps: {ended.rstrip(',')}"
     read = refusals.read | {str(getattr(module, "__file__", "")) for module in [*sys.modules.values()]}
     own = sorted(
         path for path in read if path.startswith("/") and not path.startswith((*_LIBRARIES, "/proc/", "/dev/"))
@@ -134,8 +135,9 @@ class TapeClock(CpuClock):
 
 
 class Steps:
-    """Takes the place of the probe's sampler: keeps the record of each step up to `STEPS`, and ends the script some
-    time after it. `note` tells which later step sends other bytes, in words."""
+    """Takes the place of the probe's sampler: keeps the record of each complete step up to `STEPS`, or the first one
+    after it, and ends the script some time after that. `done` is the number of the newest complete step, `note` tells
+    which later step sends other bytes, in words."""
 
     profiles_memory = True
 
@@ -153,13 +155,13 @@ class Steps:
         """A step has ended; the next one begins."""
         owned, owners, left = self._owned()
         tape = self._tape
-        if self.done == STEPS:
+        if self.done >= STEPS:
             self._compare(step)
         elif self._before is not None:
             record = tape.allocations, tape.kernels, tape.calls, tape.flops, tape.work
             self._newest = record, phases, self._before, owned, owners
-            self.done += 1
-            if self.done == STEPS:
+            self.done = step
+            if self.done >= STEPS:
                 tape.keeps_kernels = tape.keeps_history = False
                 self._last = time.process_time() + _MORE
                 if time.process_time() - self._began > _MORE:
@@ -181,7 +183,7 @@ class Steps:
 
     def give_up(self) -> None:
         """An evaluation begins in this step, which does not count."""
-        if self.done == STEPS:
+        if self.done >= STEPS:
             raise Ended
         self._before = None
 
@@ -239,7 +241,8 @@ def _run(arguments: list[str]) -> None:
     main = types.ModuleType("__main__")
     main.__builtins__ = sys.modules["builtins"]
     sys.modules["__main__"] = main
-    exec(code_of(main, arguments), main.__dict__)
+    code = code_of(main, arguments)
+    exec(code if arguments[0] == "-m" else compiled(main.__file__ or ""), main.__dict__)
 
 
 def _without_streams() -> None:
@@ -253,8 +256,15 @@ def _is_late(_: int, frame: types.FrameType | None) -> NoReturn:
 
 
 def _why(error: Exception) -> tuple[str, str]:
-    """What ended the script, and what would make its trace possible."""
-    where = _line(error)
+    """What ended the script, and what would make its trace possible. If a library cleaned up after a refusal, and that
+    raised another error, the refusal is what ended it."""
+    told = _line(error)
+    before = error.__context__
+    while isinstance(before, Exception):
+        if isinstance(before, (Refused, NO_KERNEL.get(), NO_VALUES.get(), NO_SHAPE.get())):
+            error = before
+        before = before.__context__
+    where = told if _line(error) == _UNPLACED else _line(error)
     if isinstance(error, Refused):
         return f"{where} {error}, which a trace refuses,", error.fix
     if isinstance(error, NO_KERNEL.get()):
@@ -279,4 +289,4 @@ def _line(error: BaseException) -> str:
 def _place(frames: traceback.StackSummary) -> str:
     """The innermost line outside of libraries."""
     own = [each for each in frames if not each.filename.startswith((*_LIBRARIES, "<"))]
-    return f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}" if own else "the script"
+    return f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}" if own else _UNPLACED

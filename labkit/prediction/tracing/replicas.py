@@ -132,6 +132,9 @@ class Replica(torch.nn.Module, Joinable):
         """Pipeline stages and Lightning prepare the reducer before a backward."""
         return self
 
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}  # Lightning asks for it at the end
+
     def _rebuild_buckets(self) -> bool:
         return False  # they have been rebuilt after the backward
 

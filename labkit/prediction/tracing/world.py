@@ -19,6 +19,7 @@ import concurrent.futures
 import importlib
 import os
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any
@@ -91,7 +92,16 @@ def take_place(rank: int, ranks: int) -> None:
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(ranks),
         LOCAL_WORLD_SIZE=str(ranks),
+        ROLE_NAME="default",
+        ROLE_RANK=str(rank),
+        ROLE_WORLD_SIZE=str(ranks),
         GROUP_RANK="0",
+        GROUP_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",  # nothing connects to it
+        TORCHELASTIC_RUN_ID="none",
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_MAX_RESTARTS="0",
         DS_ACCELERATOR="cpu",
     )
 
@@ -118,8 +128,10 @@ def join(rank: int, ranks: int) -> None:
         *((function, _holding(function)) for function in asynchronous),
         *((row.get(), other) for row, other in ((CHUNKS, Chunks), (IS_ALLOCATED, _has_bytes)) if row.exists()),
     )
+    # A conversion of fake parameters swaps tensors, which torch refuses if there are weak references to them.
+    torch.utils.weakref = types.SimpleNamespace(getweakrefs=lambda tensor: [])  # type: ignore[attr-defined]
     torch.Tensor.__deepcopy__ = _copied
-    torch.nn.Module.to = _stay
+    torch.nn.Module.to = torch.nn.Module.cpu = _stay
     torch.nn.Module.compile = lambda module, *args, **kwargs: None
     SCALER_STEP.replace(_always_step)
     concurrent.futures.ThreadPoolExecutor.submit = _at_once
