@@ -8,9 +8,11 @@ import pytest
 from commands import recorded_run
 from fabricate import FakeRun
 from rich.console import Console
+from rich.text import Text
 
 from labkit.common.units import sizes
 from labkit.frontends import terminal
+from labkit.frontends.terminal.views import FigureTable
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower, Recording
 
@@ -50,6 +52,23 @@ def test_view_fits_and_does_not_move(runs, width, device):
     assert "step 39/12345" in text
     assert ("cuda:1" if device == "cuda" else "cpu") in text
     assert "12.0 / " in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_no_figure_of_a_table_is_cut(width):
+    """Where there is no room for all columns, they stand below each other, each time with the first one."""
+    heads = ("strategy", *(f"figure {letter}" for letter in "abcdefgh"), "in words")
+    table = FigureTable(heads, wrapped=("in words",))
+    rows = [(name, *(f"{name}-{number:,}" for number in range(10_000, 10_008)), "some words " * 8) for name in "xyz"]
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert lines[0].startswith("strategy")
+    assert all(any(figure in line for line in lines) for _, *figures, _ in rows for figure in figures)
+    assert {line.split()[0] for line in lines if "-10,00" in line} == {"x", "y", "z"}
 
 
 def test_view_shows_no_more_ranks_than_the_screen_holds(runs):

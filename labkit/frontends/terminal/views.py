@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
@@ -56,6 +56,7 @@ from labkit.runs.comparing import Comparing
 
 BAR = (8, 40)  # minimum and maximum width of the bar of phases, in characters
 
+_GAP = 2  # characters between two columns
 _GLYPHS = dict(zip(PHASES, "·-░▒▓█"))  # distinguish the phases without colours
 
 
@@ -77,6 +78,47 @@ class PhaseBar:
             bar.append(_GLYPHS[phase] * (end - at), style=PHASE_COLOURS[phase])
             at = end
         yield bar
+
+
+class FigureTable:
+    """A table in which no figure is cut: where a terminal is too narrow for all columns, they stand in several tables
+    below each other, each with the first column. The columns in `words` are aligned left, those in `wrapped` fold."""
+
+    def __init__(self, heads: Sequence[str], words: Container[str] = (), wrapped: Container[str] = ()):
+        self._heads, self._wrapped = heads, wrapped
+        self._left = [number == 0 or head in words or head in wrapped for number, head in enumerate(heads)]
+        self._rows: list[tuple[Sequence[RenderableType], str | None]] = []
+
+    def add_row(self, *row: RenderableType, style: str | None = None) -> None:
+        """Adds a row, with a cell for each head."""
+        self._rows.append((row, style))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for columns in self._columns(console, options):
+            table = Table(box=None, padding=(0, _GAP, 0, 0))
+            for column in columns:
+                justify = "left" if self._left[column] else "right"
+                table.add_column(self._heads[column], justify=justify, no_wrap=self._heads[column] not in self._wrapped)
+            for row, style in self._rows:
+                table.add_row(*(row[column] for column in columns), style=style)
+            yield table
+
+    def _columns(self, console: Console, options: ConsoleOptions) -> list[list[int]]:
+        """The columns of each table."""
+        widths = []
+        for column, head in enumerate(self._heads):
+            cells = [Text(head), *(row[column] for row, _ in self._rows)]
+            measured = [Measurement.get(console, options, cell) for cell in cells]
+            folds = head in self._wrapped
+            widths.append(max(cell.minimum if folds else cell.maximum for cell in measured) + _GAP)
+        tables, left = [[0]], options.max_width - widths[0]
+        for column, width in enumerate(widths[1:], 1):
+            if width > left and len(tables[-1]) > 1:
+                tables.append([0])
+                left = options.max_width - widths[0]
+            tables[-1].append(column)
+            left -= width
+        return tables
 
 
 def phase_legend() -> Text:
@@ -139,9 +181,7 @@ def leases_table(found: Sequence[Ticket]) -> RenderableType:
 def prediction_table(found: Prediction) -> RenderableType:
     """The predicted figures, a row for each group of equal ranks, between a title that says how they were made and
     notes."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in found.heads:
-        table.add_column(name, justify="left" if name in ("rank", "in the phase") else "right", no_wrap=True)
+    table = FigureTable(found.heads, words=("in the phase",))
     for row in found.rows:
         table.add_row(*(Text(visible_line(cell)) for cell in row))
     notes = (Text(visible_line(note), style="dim") for note in found.notes)
@@ -176,12 +216,9 @@ def scaling_tables(found: Scaled) -> RenderableType:
     return Group(Text(visible_line(found.title)), *tables)
 
 
-def _figures(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _figures(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> FigureTable:
     """A table whose first column names something and whose other columns are figures, except for the nearest run."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for number, name in enumerate(heads):
-        is_text = name == EVIDENCE_HEADS[-1]
-        table.add_column(name, justify="right" if number and not is_text else "left", no_wrap=not is_text)
+    table = FigureTable(heads, wrapped=EVIDENCE_HEADS[-1:])
     for row in rows:
         table.add_row(*(Text(visible_line(cell)) for cell in row))
     return table
@@ -191,10 +228,8 @@ def comparison(rows: Sequence[Row], left_out: Mapping[str, str], final: bool = T
     """The table of a comparison with bars of the phases, recorded results of the same workload, and the sentences about
     them.
     """
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for number, head in enumerate((*HEADS, "phases of a step")):
-        is_figure = 0 < number < len(HEADS) - 1
-        table.add_column(head, justify="right" if is_figure else "left", no_wrap=number != len(HEADS) - 1)
+    phases = "phases of a step"
+    table = FigureTable((*HEADS, phases), wrapped=(HEADS[-1], phases))
     for row in rows:
         style = "red" if row.failed else "dim" if not row.run else None
         table.add_row(*(Text(visible_line(cell)) for cell in cells(row)), PhaseBar(row.phases), style=style)
