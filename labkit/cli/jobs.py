@@ -9,10 +9,12 @@ from pathlib import Path
 
 from labkit.cli.parser import fields_of
 from labkit.cli.shared import Refused, find, say
+from labkit.common import zips
 from labkit.common.arguments import shown
 from labkit.common.units import counted, size
 from labkit.jobs import archive, job_files, portable
 from labkit.plan.nodes import Node
+from labkit.record.follow import is_recorded
 from labkit.runs.handle import with_ranks
 from labkit.setup.limits import ConfigError
 
@@ -55,14 +57,16 @@ def submit(args: argparse.Namespace) -> int:
 def pack(args: argparse.Namespace) -> int:
     """Writes a job as a zip."""
     job = portable_of(args)
+    run = None if args.specs else find(args.name)
     path = Path(args.output or f"{job.name}.zip")
     if os.path.isdir(path):  # noqa: PTH112 a name that is too long is no folder
         raise Refused(f"{path} is a folder; give the name of the file with -o")
     try:
-        archive.pack(job, profile_of(args), path)
+        archive.pack(job, profile_of(args), path, run if run and is_recorded(run) else None)
     except OSError as error:
         raise Refused(f"{path} cannot be written: {error.strerror}") from None
-    say(f"{path} ({size(path.stat().st_size)}): unpack it with labkit unpack or unzip, and read README.md")
+    shows = f"; show its recording with: labkit show {path}" if run and is_recorded(run) else ""
+    say(f"{path} ({size(path.stat().st_size)}): unpack it with labkit unpack or unzip, and read README.md{shows}")
     return 0
 
 
@@ -71,8 +75,8 @@ def unpack(args: argparse.Namespace) -> int:
     path = Path(args.name)
     folder = Path(args.output or path.stem)
     try:
-        names = archive.unpack(path, folder)
-    except archive.BadArchive as error:
+        names = zips.unpack(path, folder)
+    except zips.BadArchive as error:
         raise Refused(str(error), code=1) from None
     except OSError as error:
         raise Refused(f"{error.filename or path} cannot be used: {error.strerror}", code=1) from None

@@ -61,7 +61,8 @@ class Pack:
         """Runs in a thread, because the versions of all packages are looked up."""
         try:
             job = of_spec(chosen) if isinstance(chosen, Spec) else of_run(chosen)
-            path = archive.pack(job, profile(), Path.cwd() / f"{job.name}.zip")
+            run = chosen if isinstance(chosen, RunFolder) else None
+            path = archive.pack(job, profile(), Path.cwd() / f"{job.name}.zip", run)
             self.said.value = f"<span>{escape(str(path))} ({size(path.stat().st_size)})</span>"
         except Exception as error:  # show it: an exception in a thread would go unnoticed
             self.said.value = sentence_html(str(error))
