@@ -54,7 +54,7 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         "yaxis": axis(drawn, "y"),
         "barmode": "stack",
         "bargap": 0.35,
-        "margin": {"l": 58, "r": 88 if _has_legend(drawn) else 16, "t": 26, "b": 32},
+        "margin": {"l": 58, "r": 88 if _has_legend(drawn) else 16, "t": 30, "b": 34},
         "legend": {
             "x": 1.01,
             "y": 1.25 if chart.bars else 1,
@@ -205,7 +205,7 @@ def axis(drawn: Drawn, which: str) -> dict[str, Any]:
         "gridcolor": colours.GRID,
         "zeroline": False,
         "automargin": False,
-    } | ({"ticklabelstandoff": 2} if which == "x" else {"ticklabelshift": -4})  # two zeros meet at the origin
+    } | ({"ticklabelstandoff": 4} if which == "x" else {"ticklabelshift": -2})  # two zeros meet at the origin
     if of.categories and which == "y":
         order = {"categoryarray": list(map(literal, of.categories)), "range": [len(of.categories) - 0.5, -0.5]}
         return plain | {"type": "category", "showgrid": False, "fixedrange": True} | order

@@ -169,7 +169,8 @@ def finding_html(state: RunState) -> str:
         return sentence_html(state.words)
     if first is None:
         return ""
-    return sentence_html(f"{first.title}: {first.evidence}", first.fix, first.kind)
+    more = "" if first.evidence in first.title else f": {first.evidence}"
+    return sentence_html(f"{first.title}{more}", first.fix, first.kind)
 
 
 def sentence_html(text: str, fix: str = "", kind: str = "wrong") -> str:

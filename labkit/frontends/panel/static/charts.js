@@ -47,6 +47,7 @@ function theme(element) {
 const ENTRY = 19; // px of height of one entry of a legend
 const NARROW = 330; // px of width below which a chart has no legend
 const BASE_HEIGHT = 140; // px of height that a chart needs for letters of normal size
+const BOLD = 0.64; // width of a letter of a heading, relative to its size
 const LETTER = 0.6; // width of a letter of an axis title, relative to its size
 const SMALLEST = 7; // px of an axis title
 const BELOW_HEADING = 0.25; // of the top margin
@@ -70,13 +71,16 @@ function themed(chart, { ink, grid, scale: wanted }, charts) {
 // picture of the machine and the hover text have.
 function narrow(chart) {
   unlisted(chart);
-  chart.layout.title.text = chart.layout.title.text.replace(/<span.*<\/span>/, "");
+  const { title } = chart.layout;
+  title.text = title.text.replace(/<span.*<\/span>/, "");
+  const letters = title.text.replace(/<[^>]*>/g, "").length;
+  title.font.size = Math.min(title.font.size, (chart.box.clientWidth - 2 * title.pad.l) / (BOLD * letters));
 }
 
 // No legend of ranks that would end before the last rank.
 function unlisted(chart) {
   const { layout } = chart;
-  chart.wide = { right: layout.margin.r, title: layout.title.text };
+  chart.wide = { right: layout.margin.r, title: layout.title.text, size: layout.title.font.size };
   layout.showlegend = false;
   layout.margin.r = layout.margin.t / 2;
 }
@@ -87,6 +91,7 @@ function widen(chart) {
   delete layout.showlegend;
   layout.margin.r = wide.right;
   layout.title.text = wide.title;
+  layout.title.font.size = wide.size;
   chart.wide = null;
 }
 
