@@ -219,7 +219,7 @@ def escape_closes_the_options(page: sync_api.Page, panel: sync_api.Locator) -> N
 def recorded_runs_are_compared(page: sync_api.Page, panel: sync_api.Locator) -> None:
     panel.get_by_role("tab", name="Compare").click()
     tab = panel.locator(".labkit-compare")
-    sync_api.expect(tab).to_contain_text("Compare trains the same model with each selected strategy")
+    sync_api.expect(tab).to_contain_text("trains the same model with each of these strategies")
     tab.locator(".labkit-compare-more", has_text="Recorded").click()
     runs = tab.locator(".labkit-runs select")
     sync_api.expect(runs.locator("option")).to_have_count(1)
