@@ -29,7 +29,7 @@ TABS = {
     "Logs": ".labkit-log-line",
     "Timeline": ".labkit-timeline .main-svg",
     "Memory": ".labkit-memory .main-svg",
-    "Compare": ".labkit-compare-run",
+    "Compare": ".labkit-card button",
 }
 
 # The accessible name of an element of the panel.

@@ -265,8 +265,7 @@ class Lab:
             return
         self._starting = True
         self._free(False)
-        self._view.say("writing the script")
-        self._view.complain("")
+        self._view.await_run("writing the script")
         threading.Thread(target=self._launch, args=(spec,), daemon=True, name="labkit run").start()
 
     def _launch(self, spec: Spec) -> None:
@@ -275,8 +274,7 @@ class Lab:
             self._view.guess.enter()
             job = start(spec, cold=self._cold)
         except Exception as error:
-            self._view.say("failed to start", "bad")
-            self._view.complain(str(error))
+            self._view.not_started(str(error))
             self._free(True)
         else:
             self._view.follow(job)
