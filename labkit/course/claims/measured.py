@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
-
 from labkit.analysis.metrics import median, throughput_of_median_steps
 from labkit.common.units import size
-from labkit.course.claims.asked import BEHAVIOUR, ask
 from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
 from labkit.plan.spec import Spec, SpecError
 from labkit.runs.handle import begin, settle
 from labkit.setup.machine import Machine
+
+# ---- code that needs torch
+
+
+_HOME = str(Path(__file__).resolve().parents[3])
+_TIMEOUT = 120.0  # seconds; the first import of torch from a cold disk is slow
+
+
+def ask(code: str) -> tuple[Any, str]:
+    """Runs Python code. Returns the JSON value of its last line of output, and the error as one line; one of them is
+    empty."""
+    path = os.pathsep.join(part for part in (_HOME, os.environ.get("PYTHONPATH")) if part)
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    try:
+        done = subprocess.run(
+            command,
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TIMEOUT,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"no answer within {_TIMEOUT:g} s"
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
+    if done.returncode:
+        return None, lines[-1] if lines else f"exit code {done.returncode}"
+    return json.loads(lines[-1]), ""
+
+
+BEHAVIOUR = "import json; from labkit.course.claims.in_torch.behaviour import behaviour; print(json.dumps(behaviour()))"
+
+
+# ---- runs
+
 
 # ---- the runs behind measured claims
 
@@ -266,3 +305,5 @@ def pinned_memory(trials: Trials) -> Ruling:
     speed = f"{_times(ratios)} as many samples per second with both settings as with neither{_spread(ratios)}"
     words = f"One GPU, cnn, whole batches loaded at once: {speed}."
     return Ruling(_verdict([1.15 <= ratio <= 1.2 for ratio in ratios]), words, {"with / without": ratios})
+
+
