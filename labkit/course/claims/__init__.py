@@ -5,10 +5,11 @@ If this machine cannot decide a claim, the verdict says so: CPU ranks cannot dec
 
 from __future__ import annotations
 
-from labkit.course.claims.verdict import Claim
 import difflib
 from typing import TYPE_CHECKING
+
 from labkit.common.arguments import ROUNDS, check_flag, check_type, shown
+from labkit.course.claims import computed, guides, measured, published
 from labkit.course.claims.measured import Trials
 from labkit.course.claims.verdict import Claim, Verdict, Verdicts
 from labkit.runs.notebook import in_notebook
@@ -18,8 +19,7 @@ from labkit.setup.progress import Progress
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle
 
-# ---- the table
-
+__all__ = ["CLAIMS", "on_trial"]
 
 CLAIMS: dict[str, Claim] = {
     claim.name: claim
@@ -175,12 +175,6 @@ CLAIMS: dict[str, Claim] = {
 }
 
 
-# ---- trials
-
-
-__all__ = ["CLAIMS", "on_trial"]
-
-
 def on_trial(*names: str, quick: bool = False, rounds: int = 3) -> Verdicts:
     """The verdicts on the claims called `names` (default: all).
 
@@ -229,5 +223,3 @@ def _claim(name: str) -> Claim:
         suggestion = f" (did you mean {near[0]}?)" if near else ""
         raise LookupError(f"unknown claim {shown(name)}{suggestion}; it must be one of {', '.join(CLAIMS)}")
     return CLAIMS[name]
-
-

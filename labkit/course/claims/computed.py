@@ -10,8 +10,7 @@ from dataclasses import replace
 from labkit.analysis.theory import theory
 from labkit.analysis.theory.states import RECIPES
 from labkit.common.units import size
-from labkit.course.claims.asked import ask
-from labkit.course.claims.measured import Trials
+from labkit.course.claims.measured import Trials, ask
 from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import DEVICES

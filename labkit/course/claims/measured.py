@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
+
 from labkit.analysis.metrics import median, throughput_of_median_steps
 from labkit.common.units import size
 from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
@@ -305,5 +305,3 @@ def pinned_memory(trials: Trials) -> Ruling:
     speed = f"{_times(ratios)} as many samples per second with both settings as with neither{_spread(ratios)}"
     words = f"One GPU, cnn, whole batches loaded at once: {speed}."
     return Ruling(_verdict([1.15 <= ratio <= 1.2 for ratio in ratios]), words, {"with / without": ratios})
-
-

@@ -7,78 +7,27 @@ The solution for teachers (`key`) goes into the handout that is made with `--tea
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import math
 import os
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from labkit.record.documents import decoded
+from typing import Any
+
+from labkit.analysis.guess import FIGURES
+from labkit.analysis.metrics import median
+from labkit.common.arguments import check_type, shown
+from labkit.common.text import escape
+from labkit.common.units import counted
+from labkit.figures.tables import marked_html
+from labkit.record.documents import Unreadable, decoded
 from labkit.record.events import Count, Recorded, parse
 from labkit.record.files import NotPlain, read_below
 from labkit.record.folder import RunFolder, runs_root
-import importlib
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-from labkit.common.arguments import check_type, shown
-from labkit.common.text import escape
-from labkit.figures.tables import marked_html
-import math
-from collections import defaultdict
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
-from labkit.analysis.guess import FIGURES
-from labkit.analysis.metrics import median
-from labkit.common.units import counted
-from labkit.record.documents import Unreadable
-from labkit.record.folder import RunFolder
-
-# ---- the record
-
-
-_MAX_BYTES = 1 << 20
-
-
-class Noted(Recorded):
-    """An exercise: the number of attempts, and whether it is done."""
-
-    tries: Count
-    done: bool
-
-
-class Book:
-    """The record in one file. A file that cannot be read counts as empty and is renamed, to a new name."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    @classmethod
-    def here(cls) -> Book:
-        """The record of this runs folder."""
-        return cls(runs_root() / "exercises.json")
-
-    def read(self) -> dict[str, Noted]:
-        """By exercise, what is noted."""
-        try:
-            noted: dict[str, Noted] = decoded(
-                parse(read_below(self._path.parent, self._path, _MAX_BYTES)), dict[str, Noted]
-            )
-            return noted
-        except (NotPlain, ValueError):
-            aside = (self._path.with_suffix(f".unreadable{number or ''}.json") for number in count())
-            self._path.rename(next(path for path in aside if not os.path.lexists(path)))
-            return {}
-        except OSError:  # there is no such file, or no such folder
-            return {}
-
-    def note(self, name: str, done: bool) -> None:
-        """Counts one attempt. An exercise that was done once stays done."""
-        noted = self.read()
-        before = noted.get(name, Noted(tries=0, done=False))
-        noted[name] = Noted(before.tries + 1, before.done or done)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        RunFolder.write_json(self._path, noted)
-
 
 LABS = {
     "start": "00_start_here",
@@ -292,7 +241,54 @@ def _state(tries: int, done: bool) -> str:
     return "right" if done else "wrong" if tries else "empty"
 
 
-# ---- scores
+# ---- the learner's record: a small file next to the run folders
+
+
+_MAX_BYTES = 1 << 20
+
+
+class Noted(Recorded):
+    """An exercise: the number of attempts, and whether it is done."""
+
+    tries: Count
+    done: bool
+
+
+class Book:
+    """The record in one file. A file that cannot be read counts as empty and is renamed, to a new name."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    @classmethod
+    def here(cls) -> Book:
+        """The record of this runs folder."""
+        return cls(runs_root() / "exercises.json")
+
+    def read(self) -> dict[str, Noted]:
+        """By exercise, what is noted."""
+        try:
+            noted: dict[str, Noted] = decoded(
+                parse(read_below(self._path.parent, self._path, _MAX_BYTES)), dict[str, Noted]
+            )
+            return noted
+        except (NotPlain, ValueError):
+            aside = (self._path.with_suffix(f".unreadable{number or ''}.json") for number in count())
+            self._path.rename(next(path for path in aside if not os.path.lexists(path)))
+            return {}
+        except OSError:  # there is no such file, or no such folder
+            return {}
+
+    def note(self, name: str, done: bool) -> None:
+        """Counts one attempt. An exercise that was done once stays done."""
+        noted = self.read()
+        before = noted.get(name, Noted(tries=0, done=False))
+        noted[name] = Noted(before.tries + 1, before.done or done)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        RunFolder.write_json(self._path, noted)
+
+
+# ---- how near the learner's predictions were, by lab: from what the runs of this runs folder have stored
 
 
 ELSEWHERE = "elsewhere"  # not in the notebook of a lab
@@ -348,5 +344,3 @@ def scores(labs: Collection[str]) -> dict[str, Score]:
             if those:
                 errors[lab].append(max(math.inf if error is None else abs(error) for error in those))
     return {lab: Score(number, tuple(errors[lab])) for lab, number in made.items() if number}
-
-

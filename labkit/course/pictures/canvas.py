@@ -1,25 +1,26 @@
-"""Shared by the pictures: boxes, text, lanes of time, and layouts for light and dark pages."""
+"""Shared by the pictures: checks of their arguments, boxes, text, lanes of time, layouts."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
-from labkit.common.arguments import Number, check_choice, check_flag, shown
-from labkit.training.workloads import WORKLOADS
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from labkit.common.arguments import Number, check_choice, check_flag, shown
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure, plain_look
 from labkit.plan.spec import Spec
+from labkit.training.workloads import WORKLOADS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-# ---- arguments
+# ---- the arguments of pictures: each one checked by its annotation and, for counts, by the bounds for its name
+#
+# A picture with thousands of ranks would take minutes to draw and be unreadable, so counts are bounded.
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -130,9 +131,6 @@ def _values(name: str, value: Any) -> Iterable[Any]:
     if not value:
         raise ValueError(f"{name} must be a dict with at least one entry, got {shown(value)}")
     return value.values()
-
-
-# ---- drawing
 
 
 # ---- shared by the pictures
@@ -306,5 +304,3 @@ def axis(title: str) -> dict[str, Any]:
 def model_words(spec: Spec) -> str:
     """`cnn: 405,898 parameters`."""
     return f"{spec.workload}: {spec.workload_row.parameters(spec.options):,} parameters"
-
-

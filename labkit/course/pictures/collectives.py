@@ -10,23 +10,18 @@ a thick border.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
-from labkit.analysis.theory.collectives import Holding, Message, Piece, Plan, Round
-from labkit.figures import rank_colour
-from labkit.figures.as_plotly import as_figure, plain_look
-from labkit.figures.colours import INK
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
 from labkit.analysis.theory import collectives as plans
+from labkit.analysis.theory.collectives import Holding, Message, Piece, Plan, Round
 from labkit.common.units import size
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import checked
 from labkit.figures import rank_colour
 from labkit.figures.as_plotly import as_figure, plain_look
 from labkit.figures.colours import GRID, INK
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
     import plotly.graph_objects as go
 
 # ---- the rounds of the algorithms
@@ -382,5 +377,3 @@ def _ticks(low: float, high: float) -> list[float]:
     """1, 2, 5 times powers of ten, from below `low` to above `high`."""
     tens = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [digit * 10.0**power for power in tens for digit in (1, 2, 5)]
-
-

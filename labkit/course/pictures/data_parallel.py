@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from labkit.analysis.theory import bucket_numbers
 from labkit.common.units import size
 from labkit.course.pictures import canvas
-from labkit.course.pictures.canvas import Box, axis, bars, lane_axis, model_words, wide_layout
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import Box, axis, bars, checked, lane_axis, model_words, wide_layout
 from labkit.figures.as_plotly import as_figure
 from labkit.plan.spec import Spec
 

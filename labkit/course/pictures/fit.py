@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.theory.states import RECIPES
 from labkit.common.arguments import check_choice
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import checked
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure, plain_look
 from labkit.prediction.scale.layouts import SHARDINGS

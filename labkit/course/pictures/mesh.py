@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from itertools import permutations
 from typing import TYPE_CHECKING
 
-from labkit.course.pictures.canvas import HIDDEN, SCALED, box, ink, layout, note
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import HIDDEN, SCALED, box, checked, ink, layout, note
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure
 

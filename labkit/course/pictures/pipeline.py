@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import checked
 from labkit.training.strategies.pipelines import ONE_PER_STAGE, V_SHAPED, holder
 
 if TYPE_CHECKING:

@@ -1,37 +1,31 @@
-"""The last line of a graded script: `graded("ddp", "hooks", Hooks, folder)` runs the trial on this rank."""
+"""The last line of a graded script: `graded("data_parallel", "hooks", Hooks, folder)` runs the trial on this rank."""
 
 from __future__ import annotations
 
-import sys
-import threading
-from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
-import torch
-from labkit.course.build import solutions
-from labkit.course.build.record import Record
+import importlib
 import linecache
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
-from labkit.course.build.ranks.recorder import Recorder
-from labkit.course.build.record import END, START, Event
-from labkit.record.stacks import frame_of
-import importlib
-import sys
-import time
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
+
 import torch
 import torch._dynamo  # the first optimizer imports it, which takes seconds and is no part of the answer
 import torch.distributed as dist
+
+from labkit.course.build import solutions
 from labkit.course.build.ranks.recorder import Recorder
-from labkit.course.build.record import END, Record
+from labkit.course.build.record import END, START, Event, Record
+from labkit.record.stacks import frame_of
 
 # ---- calls of a finished implementation
+#
+# The interpreter reports every call of a Python function (`sys.setprofile`). What counts is the file that the function
+# is defined in, so that neither an alias nor the way of importing it makes a difference.
 
 
 _TORCH = Path(torch.__file__).parent
@@ -187,5 +181,3 @@ def _line(traceback: TracebackType | None, source: str) -> str:
         found = line_of(traceback.tb_frame, source) if traceback.tb_frame.f_code.co_filename == source else found
         traceback = traceback.tb_next
     return found
-
-

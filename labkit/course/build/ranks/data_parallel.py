@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from labkit.course.build.ranks.recorder import Recorder
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
 from labkit.course.build.ranks.recorder import Recorder
 
 WIDTH, LAYERS, SAMPLES, RATE = 128, 6, 8, 1.0
@@ -108,7 +104,7 @@ def _train(
         recorder.record.losses.append((first + loss).item())
 
 
-# ---- trials of ZeRO and FSDP
+# ---- ZeRO and FSDP: the same network, trained with Adam; the answer communicates by itself
 
 
 def adam(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -174,5 +170,3 @@ def fsdp(answer: Any, recorder: Recorder) -> None:
         del loss
     optimizer.zero_grad()
     recorder.remember("between two steps", recorder.live_at_rest())
-
-
