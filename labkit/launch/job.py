@@ -330,14 +330,14 @@ def end_deleted(name: str, root: Path | None = None) -> str:
     place, given = (root or runs_root()).resolve(), Path(name).absolute()
     tags = {tag_of(process) for process in tagged(lambda tag: not os.path.lexists(RunFolder(tag).spec))} - {None, ""}
     paths = [path for path in map(Path, tags) if path.parent.resolve() == place or path == given]
-    found = [path for path in paths if path.name == name or path == given]
-    found = found or [path for path in paths if path.name.startswith(name) or path.name.endswith(name)]
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
+    folders = [path for path in paths if path.name == name or path == given]
+    folders = folders or [path for path in paths if path.name.startswith(name) or path.name.endswith(name)]
+    if len(folders) > 1:
+        names = ", ".join(path.name for path in folders)
         raise LookupError(f"{name!r} is ambiguous: it matches {names} (folders deleted); give the full name")
-    if found:
-        end(lambda: of_folder(found[0]), grace=_GRACE)
-    return str(found[0]) if found else ""
+    if folders:
+        end(lambda: of_folder(folders[0]), grace=_GRACE)
+    return str(folders[0]) if folders else ""
 
 
 def _foreign(folder: RunFolder, user: str) -> str:

@@ -151,12 +151,12 @@ def failures(folder: RunFolder) -> dict[int, Failed]:
 
     `traceback` is the stack at the fatal signal; without one it is the last recorded stack, and `last_seen` is true.
     """
-    found = {}
+    failed = {}
     for entry in _ENTRY.finditer(folder.end_of(folder.launcher_log)):
         code, rank = int(entry["code"]), int(entry["rank"])
         crash = crash_stack(folder, rank) or _printed_crash(folder, rank)
         stack = crash or last_position(folder, rank)
-        found[rank] = Failed(
+        failed[rank] = Failed(
             message=(_aborted if code < 0 else _last_stderr_line)(folder, rank),
             traceback=stack,
             beside=stack_beside(folder, rank),
@@ -166,7 +166,7 @@ def failures(folder: RunFolder) -> dict[int, Failed]:
             signal=signal_name(code),
             t=_seconds(entry["time"]),
         )
-    return found
+    return failed
 
 
 def unanswered(folder: RunFolder, endpoint: str | None) -> str:

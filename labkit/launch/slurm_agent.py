@@ -53,8 +53,8 @@ def job_of(number: int) -> dict[str, Any] | None:
     if done.returncode:
         return {"state": "UNKNOWN"} if "Invalid job id" in done.stderr else None
     values = dict(re.findall(r"(?:^|\s)(\w+)=(.*?)(?=\s\w+=|\s*$)", done.stdout, re.MULTILINE))
-    found = {name: values.get(field, "") for name, field in _FIELDS.items()}
-    return {name: "" if value in ("None", "(null)") else value for name, value in found.items()} | {
+    shown = {name: values.get(field, "") for name, field in _FIELDS.items()}
+    return {name: "" if value in ("None", "(null)") else value for name, value in shown.items()} | {
         "command": values.get("Command", "")
     }
 
@@ -95,13 +95,13 @@ def main(run_dir: str, number: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: _stop(job))
     writer, known, pause = Writer(RunFolder(run_dir).system), {}, _FIRST
     while True:
-        found = job_of(job) or known | {"reason": "Slurm does not answer"}
-        shown = {name: found.get(name, "") for name in ("state", "reason", "nodes")}
+        reported = job_of(job) or known | {"reason": "Slurm does not answer"}
+        shown = {name: reported.get(name, "") for name in ("state", "reason", "nodes")}
         if shown != {name: known.get(name, "") for name in shown}:
             writer.write("queue", job=job, **shown)
-            known, pause = found, _FIRST
-        if found.get("state") in ENDED:
-            return _ended(job, found)
+            known, pause = reported, _FIRST
+        if reported.get("state") in ENDED:
+            return _ended(job, reported)
         time.sleep(pause)
         pause = min(pause * _GROWTH, _MOST)
 

@@ -316,9 +316,9 @@ class Watch:
 
     def _members(self) -> list[psutil.Process]:
         reap(self._agent)
-        found = members(self._tag)
-        self._known.update(process.pid for process in found)
-        return found
+        processes = members(self._tag)
+        self._known.update(process.pid for process in processes)
+        return processes
 
     def _watch(self) -> _Reason | None:
         """Waits until torchrun has ended and returns None, or until the run must be stopped and returns the reason."""

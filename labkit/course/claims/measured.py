@@ -151,8 +151,8 @@ class Trials:
     def ratios(self, job: str, other: str) -> tuple[float, ...]:
         """The ratio of the two jobs' samples per second at their median step, by round."""
         rounds = zip(self.measured.get(job, ()), self.measured.get(other, ()))
-        speeds = [(_speed(one, JOBS[job]), _speed(two, JOBS[other])) for one, two in rounds]
-        return tuple(one / two for one, two in speeds if one and two)
+        speeds = [(_speed(first, JOBS[job]), _speed(second, JOBS[other])) for first, second in rounds]
+        return tuple(first / second for first, second in speeds if first and second)
 
     def runs(self, jobs: Iterable[str]) -> tuple[str, ...]:
         """The names of the runs of these jobs."""

@@ -340,7 +340,9 @@ def scores(labs: Collection[str]) -> dict[str, Score]:
         known = {name for name in guess.figures if name in FIGURES and not FIGURES[name].compared}
         made[lab] += len(known)
         for name in known:
-            those = [outcome.error for outcome in outcomes if outcome.figure == name and outcome.measured is not None]
-            if those:
-                errors[lab].append(max(math.inf if error is None else abs(error) for error in those))
+            measured = [
+                outcome.error for outcome in outcomes if outcome.figure == name and outcome.measured is not None
+            ]
+            if measured:
+                errors[lab].append(max(math.inf if error is None else abs(error) for error in measured))
     return {lab: Score(number, tuple(errors[lab])) for lab, number in made.items() if number}

@@ -38,7 +38,7 @@ _PANEL = 200  # px
 _NODE, _ASIDE = 0.17, 0.05  # relative to the circle's radius: a rank's disc, and the sideways offset of an arrow
 
 
-def rounds_of(plan: Plan) -> go.Figure:
+def _rounds_of(plan: Plan) -> go.Figure:
     states = plan.states()
     rounds = [(), *plan.rounds]
     across = min(_ACROSS if plan.n <= _FEW else 3, len(rounds))
@@ -156,8 +156,8 @@ class _Panel:
             return _name(piece)
         return "Σ" if len(who) == self._plan.n else "".join(map(str, sorted(who)))
 
-    def _arrow(self, one: Message) -> list[dict[str, Any]]:
-        (x0, y0), (x1, y1) = self._places[one.source], self._places[one.target]
+    def _arrow(self, message: Message) -> list[dict[str, Any]]:
+        (x0, y0), (x1, y1) = self._places[message.source], self._places[message.target]
         length = math.hypot(x1 - x0, y1 - y0)
         dx, dy = (x1 - x0) / length, (y1 - y0) / length
         gap, left, up = (
@@ -177,10 +177,10 @@ class _Panel:
             "arrowhead": 2,
             "arrowsize": 1.1,
             "arrowwidth": 1.6,
-            "arrowcolor": rank_colour(one.source),
+            "arrowcolor": rank_colour(message.source),
             "text": "",
         }
-        words = ("+" if one.add else "") + "".join(map(_name, one.pieces))
+        words = ("+" if message.add else "") + "".join(map(_name, message.pieces))
         near = 0.36  # position of the label on the arrow; there the labels of crossing arrows do not overlap
         label = self._text(x0 + near * (x1 - x0) - 0.2 * dy, y0 + near * (y1 - y0) + 0.2 * dx, words, 10)
         return [axes | ends | head, label]
@@ -224,7 +224,7 @@ def _on_circle(rank: int, n: int) -> tuple[float, float]:
     return round(math.cos(angle), 6), round(math.sin(angle), 6)
 
 
-def few_enough(n: int) -> int:
+def _few_enough(n: int) -> int:
     if isinstance(n, int) and n > MOST:
         raise ValueError(f"n must be at most {MOST} for a picture, got {n}")
     return n
@@ -243,38 +243,38 @@ _MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up")
 @checked
 def broadcast(n: int = 4, by: str = "tree") -> go.Figure:
     """A broadcast to `n` ranks (2 to 8) `by` one_by_one, chain or tree."""
-    return rounds_of(plans.broadcast(few_enough(n), by))
+    return _rounds_of(plans.broadcast(_few_enough(n), by))
 
 
 @checked
 def reduce(n: int = 4, by: str = "tree") -> go.Figure:
     """A reduce of `n` ranks (2 to 8) `by` one_by_one or tree."""
-    return rounds_of(plans.reduce(few_enough(n), by))
+    return _rounds_of(plans.reduce(_few_enough(n), by))
 
 
 @checked
 def all_reduce(n: int = 4, by: str = "ring") -> go.Figure:
     """An all-reduce of `n` ranks (2 to 8) `by` root (reduce, then broadcast), tree or ring."""
-    return rounds_of(plans.all_reduce(few_enough(n), by))
+    return _rounds_of(plans.all_reduce(_few_enough(n), by))
 
 
 @checked
 def all_gather(n: int = 4) -> go.Figure:
     """An all-gather of `n` ranks (2 to 8) by a ring."""
-    return rounds_of(plans.all_gather(few_enough(n)))
+    return _rounds_of(plans.all_gather(_few_enough(n)))
 
 
 @checked
 def reduce_scatter(n: int = 4) -> go.Figure:
     """A reduce-scatter of `n` ranks (2 to 8) by a ring."""
-    return rounds_of(plans.reduce_scatter(few_enough(n)))
+    return _rounds_of(plans.reduce_scatter(_few_enough(n)))
 
 
 @checked
 def all_to_all(n: int = 4) -> go.Figure:
     """An all-to-all of `n` ranks (2 to 8): each sends a different chunk to every other rank; `2›0` is from rank 2 to
     rank 0."""
-    return rounds_of(plans.all_to_all(few_enough(n)))
+    return _rounds_of(plans.all_to_all(_few_enough(n)))
 
 
 @checked

@@ -50,14 +50,14 @@ def filled(workload: str, bucket_mb: float, **options: Any) -> list[Bucket]:
         for block, cost in reversed(list(zip(spec.workload_row.blocks(spec.options), costs, strict=True)))
         for shape in reversed(block.parameters)
     ]
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     spent = 0.0
     numbers = bucket_numbers((gradient for gradient, _ in gradients), bucket_mb)
     for number, (gradient, cost) in zip(numbers, gradients, strict=True):
         spent += cost
-        earlier = found.pop().bytes if len(found) > number else 0
-        found.append(Bucket(earlier + gradient, spent / sum(costs)))
-    return found
+        earlier = buckets.pop().bytes if len(buckets) > number else 0
+        buckets.append(Bucket(earlier + gradient, spent / sum(costs)))
+    return buckets
 
 
 def sent(

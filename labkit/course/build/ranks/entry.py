@@ -176,8 +176,8 @@ def graded(module: str, trial: str, answer: Any, folder: str, patience: float = 
 
 def _line(traceback: TracebackType | None, source: str) -> str:
     """As `line_of`, for the innermost frame of a traceback."""
-    found = ""
+    line = ""
     while traceback is not None:
-        found = line_of(traceback.tb_frame, source) if traceback.tb_frame.f_code.co_filename == source else found
+        line = line_of(traceback.tb_frame, source) if traceback.tb_frame.f_code.co_filename == source else line
         traceback = traceback.tb_next
-    return found
+    return line
