@@ -1,7 +1,7 @@
 """Records the runs that come with the lab, in `labs/recordings/`: `python -m tests.bench.record_recordings [NAME…]`.
 
-Each strategy runs on 2 CPU ranks and on 4, with profiled steps and a prediction; what names this machine, its user or
-its folders is left out. Nothing else should run meanwhile: the times are shown to learners.
+Each strategy runs on 2 CPU ranks and on 4 (the baseline on one), with profiled steps and a prediction; what names this
+machine, its user or its folders is left out. Nothing else should run meanwhile: the times are shown to learners.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from labkit.prediction.predict import predict
 from labkit.prediction.tracer import TraceFailed
 from labkit.record.packed import SHIPPED, recording
 from labkit.runs.handle import run, settle
-from labkit.training.strategies import STRATEGIES
+from labkit.training.strategies import BASELINE, STRATEGIES
 
-RANKS = (2, 4)
+RANKS = (1, 2, 4)
 STEPS, SAMPLE_EVERY = 30, 10
 HOST = "lab"
 MOST = 1 << 20  # bytes of a recording
@@ -35,7 +35,7 @@ def main(names: list[str]) -> int:
     """Records the runs whose name, such as ddp-x2, is among `names`, or all of them."""
     SHIPPED.mkdir(exist_ok=True)
     for strategy in STRATEGIES:
-        for ranks in RANKS:
+        for ranks in RANKS[:1] if strategy == BASELINE.name else RANKS[1:]:
             name = f"{strategy}-x{ranks}"
             if not names or name in names:
                 print(f"{name}: {recorded(strategy, ranks)}", flush=True)
