@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import nbformat
 import pytest
 from browser import RUN_TIMEOUT, TOKEN, command, open_notebook, picture, see, sync_api, wait_for_words
@@ -20,7 +22,7 @@ def test_notebook_7_runs_the_panel(page, jupyter):
     pytest.importorskip("notebook", minversion="7")
     nbformat.write(new_notebook(cells=[new_code_cell(PANEL)], metadata=PYTHON), jupyter.work / "seven.ipynb")
     page.goto(f"{jupyter.url}/notebooks/{jupyter.work.name}/seven.ipynb?token={TOKEN}")
-    sync_api.expect(page.locator(".jp-NotebookKernelStatus")).to_have_text("Kernel ready", timeout=RUN_TIMEOUT)
+    page.locator(".jp-NotebookKernelStatus-fade", has_text=re.compile("^$")).wait_for(state="attached")
     page.locator(".jp-CodeCell .cm-content").click()
     page.keyboard.press("Control+Enter")
     panel = page.locator(".labkit", has=page.locator(".labkit-run"))
@@ -38,14 +40,14 @@ def test_firefox_runs_the_panel(jupyter):
     with firefox() as page:
         page.goto(jupyter.file("fire.py"))
         kernel = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel"
-        page.wait_for(f"return {kernel}?.status === 'idle'")
+        page.wait_for(f"{kernel}?.status === 'idle'")
         page.value("window.jupyterapp.commands.execute('notebook:run-all-cells'); return null")
-        page.wait_for("return document.querySelector('.labkit .labkit-run:enabled') !== null")
+        page.wait_for("document.querySelector('.labkit .labkit-run:enabled') !== null")
         page.value("document.querySelector('.labkit').scrollIntoView({block: 'start'}); return null")
         page.click(".labkit .labkit-run")
-        page.wait_for("return document.querySelector('.labkit-state')?.textContent.startsWith('finished')")
-        page.wait_for("return document.querySelector('.labkit-film span')?.textContent.includes('measured')")
-        page.wait_for("return document.querySelector('.labkit-live .main-svg')?.checkVisibility()")
+        page.wait_for("document.querySelector('.labkit-state')?.textContent.startsWith('finished')")
+        page.wait_for("document.querySelector('.labkit-film span')?.textContent.includes('measured')")
+        page.wait_for("document.querySelector('.labkit-live .main-svg')?.checkVisibility()")
         page.picture("81-firefox")
 
 

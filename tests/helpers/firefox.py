@@ -2,50 +2,80 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import shutil
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PICTURES
+from conftest import PATIENCE, PICTURES, wait_until
 
 from labkit.setup.environment import FIREFOX
 
-marionette = pytest.importorskip("marionette_driver.marionette")
+_SETTINGS = {
+    "marionette.port": 0,  # any free one, which it writes into a file
+    "ui.primaryPointerCapabilities": 6,  # a mouse: without a screen it takes itself for a device that one touches
+    "ui.allPointerCapabilities": 6,
+}
 
 
 class Firefox:
-    """One page. A script is the body of a function, whose value must be JSON."""
+    """One page, by commands of WebDriver: an answer is preceded by its length, a colon between them."""
 
-    def __init__(self, driver: Any) -> None:
-        self.driver = driver
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._replies = connection.makefile("rb")
+        self._numbers = count()
+        self._reply()  # who it is
+
+    def _reply(self) -> Any:
+        length = b""
+        while (letter := self._replies.read(1)) != b":":
+            assert letter, "Firefox has ended"
+            length += letter
+        return json.loads(self._replies.read(int(length)))
+
+    def ask(self, command: str, **given: Any) -> Any:
+        text = json.dumps([0, next(self._numbers), command, given]).encode()
+        self._connection.sendall(b"%d:%s" % (len(text), text))
+        _, _, error, answer = self._reply()
+        assert error is None, error
+        return answer
 
     def goto(self, address: str) -> None:
-        self.driver.navigate(address)
+        self.ask("WebDriver:Navigate", url=address)
 
     def value(self, script: str) -> Any:
-        return self.driver.execute_script(script, sandbox=None)
+        """What the body of a function returns in the page."""
+        return self.ask("WebDriver:ExecuteScript", script=script, args=[], sandbox=None)["value"]
 
-    def wait_for(self, script: str, seconds: float = 120.0) -> Any:
-        """The value of `script` as soon as it is true."""
+    def wait_for(self, condition: str, seconds: float = 120.0) -> None:
+        """Waits until an expression is true in the page."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if value := self.value(script):
-                return value
+        while not self.value(f"return Boolean({condition})"):
+            if time.monotonic() > end:
+                self.picture("failed-firefox")
+                raise AssertionError(
+                    f"not within {seconds:g} s: {condition}\n" + self.value("return document.body.innerText")
+                )
             time.sleep(0.2)
-        self.picture("failed-firefox")
-        raise AssertionError(f"not within {seconds:g} s: {script}\n{self.value('return document.body.innerText')}")
 
     def click(self, selector: str) -> None:
-        self.driver.find_element("css selector", selector).click()
+        found = self.ask("WebDriver:FindElement", using="css selector", value=selector)["value"]
+        self.ask("WebDriver:ElementClick", id=next(iter(found.values())))
 
     def picture(self, name: str) -> None:
         PICTURES.mkdir(exist_ok=True)
-        (PICTURES / f"{name}.png").write_bytes(self.driver.screenshot(format="binary", full=False))
+        shot = self.ask("WebDriver:TakeScreenshot", full=False)["value"]
+        (PICTURES / f"{name}.png").write_bytes(base64.b64decode(shot))
 
 
 @contextmanager
@@ -54,17 +84,22 @@ def firefox() -> Iterator[Firefox]:
     path = next(filter(None, map(shutil.which, FIREFOX)), None)
     if path is None:
         pytest.skip("there is no Firefox on this machine: apt-get install firefox-esr")
-    with tempfile.TemporaryDirectory(prefix="labkit-") as place, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        driver = marionette.Marionette(
-            bin=path, headless=True, port=port, workspace=place, gecko_log=f"{place}/firefox.log", startup_timeout=120
-        )
+    with tempfile.TemporaryDirectory(prefix="labkit-", ignore_cleanup_errors=True) as place:
+        profile = Path(place)
+        lines = [f"user_pref({json.dumps(name)}, {json.dumps(value)});" for name, value in _SETTINGS.items()]
+        (profile / "user.js").write_text("\n".join(lines))
+        quiet = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+        process = subprocess.Popen([path, "--headless", "--marionette", "--no-remote", "--profile", place], **quiet)
         try:
-            driver.start_session()
-            driver.set_window_rect(width=1280, height=800)
-            yield Firefox(driver)
+            port = profile / "MarionetteActivePort"
+            wait_until(lambda: port.exists() and port.read_text(), PATIENCE)
+            with socket.create_connection(("127.0.0.1", int(port.read_text())), 300) as connection:
+                page = Firefox(connection)
+                page.ask("WebDriver:NewSession")
+                page.ask("WebDriver:SetWindowRect", width=1280, height=800)
+                yield page
+                page.ask("Marionette:Quit", flags=["eForceQuit"])
+            process.wait(PATIENCE)
         finally:
-            driver.quit()
-            driver.cleanup()
+            process.kill()
+            process.wait()
