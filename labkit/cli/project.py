@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from labkit.common.text import visible_line
 from labkit.course.exercises import my_progress
 from labkit.setup import environment
 from labkit.setup.bootstrap import become
-from labkit.setup.environment import BROWSERS, CLONE, RENDERER, RENDERER_VARIABLE
+from labkit.setup.environment import BROWSERS, CLONE, FIREFOX, RENDERER, RENDERER_VARIABLE
 from labkit.setup.progress import Progress
 
 # ---- the commands setup, lab and test
@@ -96,19 +97,36 @@ def _is_made_private(folder: Path) -> bool:
     return os.access(folder, os.W_OK)
 
 
+def kernel_of_this_python(runtime: Path) -> Path:
+    """A folder of Jupyter data in `runtime` whose kernel `python3` names this Python by its path, and not as `python`:
+    only then does Jupytext choose it for a script that names no kernel."""
+    from ipykernel.kernelspec import write_kernel_spec
+
+    folder = runtime / f"labkit-{hashlib.sha256(sys.executable.encode()).hexdigest()[:8]}"
+    spec = folder / "kernels" / "python3"
+    if not spec.exists():
+        write_kernel_spec(spec)
+    return folder
+
+
 def lab_environment() -> dict[str, str]:
-    """Environment variables of JupyterLab and its kernels: Jupyter's settings, the folder of the runs, the path of
-    labkit, and how plotly shows figures."""
+    """Environment variables of JupyterLab and its kernels: Jupyter's settings, its kernel, the folder of the runs, the
+    path of labkit, and how plotly shows figures."""
+    from jupyter_core.paths import jupyter_runtime_dir
+
+    runtime = private_runtime_folder() if kernel_transport() else Path(jupyter_runtime_dir())
 
     def prepended(variable: str, path: Path) -> str:
         return os.pathsep.join(part for part in (str(path), os.environ.get(variable)) if part)
 
     return {
         "JUPYTER_CONFIG_PATH": prepended("JUPYTER_CONFIG_PATH", CLONE / "labkit" / "setup" / "jupyter"),
+        "JUPYTER_PATH": prepended("JUPYTER_PATH", kernel_of_this_python(runtime)),
+        "JUPYTER_RUNTIME_DIR": str(runtime),
         "LABKIT_RUNS": os.environ.get("LABKIT_RUNS") or str(CLONE / "runs"),
         "PYTHONPATH": prepended("PYTHONPATH", CLONE),
         RENDERER_VARIABLE: os.environ.get(RENDERER_VARIABLE) or RENDERER,
-    } | ({"JUPYTER_RUNTIME_DIR": str(private_runtime_folder())} if kernel_transport() else {})
+    }
 
 
 _STAND_IN = "--cuda-stand-in"  # the tests on a CUDA machine without a GPU, instead of the others
@@ -123,6 +141,7 @@ def test(args: argparse.Namespace) -> int:
     if _STAND_IN in args.rest:
         become(_on_stand_in([argument for argument in args.rest if argument != _STAND_IN]), folder=CLONE)
     _ensure("the browser tests", BROWSERS, "chromium", "fonts-dejavu-core")
+    _ensure("the tests in Firefox", FIREFOX, "firefox-esr")
     _ensure("the tests of Slurm", ("slurmctld",), "slurm-wlm", "munge")
     command = [sys.executable, "-m", "pytest", "-n", "3", "--dist", "worksteal", *args.rest]
     if args.rest == ["--all"]:

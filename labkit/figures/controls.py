@@ -1,7 +1,9 @@
-"""How plotly.js draws, in every place: no control of a chart sends anything anywhere, in any version of plotly.js."""
+"""How plotly.js draws, in every place: no control of a chart sends anything anywhere, in any version of plotly.js, and
+each can be reached with a keyboard."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 CONFIG: dict[str, Any] = {
@@ -14,3 +16,8 @@ CONFIG: dict[str, Any] = {
         *("sendDataToCloud", "sendChartToCloud", "editInChartStudio"),
     ],
 }
+
+
+def tools() -> str:
+    """The JavaScript function `accessible`, which is called with the box of a chart after plotly.js has drawn it."""
+    return (Path(__file__).parent / "static" / "tools.js").read_text(encoding="utf-8")

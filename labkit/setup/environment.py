@@ -19,6 +19,7 @@ RENDERER_VARIABLE, RENDERER = "PLOTLY_RENDERER", "plotly_mimetype"  # how plotly
 PROJECT = CLONE / "pyproject.toml"
 CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 VENV = CLONE / ".venv"
+FIREFOX = ("firefox-esr", "firefox")  # for tests
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")  # for tests and benchmarks
 
 # The extras of `labkit setup --with`, and the module that shows whether each is installed.

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from accessible import violations
+from browser import sync_api
 from conftest import PICTURES
 from handouts import HOSTILE, PLOTLY, code, figure, finished_run, hostile_run, notebook, shown
 from nbformat.v4 import new_markdown_cell
@@ -80,6 +82,23 @@ def test_figures_are_drawn_with_the_network_cut(opened, html):
     page.locator("nav a", has_text="A run").click()
     assert page.evaluate("scrollY") > 100
     page.screenshot(path=PICTURES / "handout-1-light.png")
+    assert violations(page) == []
+    the_tools_of_a_chart_are_one_stop_of_the_tab_key(page)
+
+
+def the_tools_of_a_chart_are_one_stop_of_the_tab_key(page) -> None:
+    tools = page.locator("figure.drawn").nth(1).locator(".modebar button")
+    first, second, last = tools.nth(0), tools.nth(1), tools.last
+    first.focus()
+    page.keyboard.press("ArrowRight")
+    sync_api.expect(second).to_be_focused()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    sync_api.expect(last).to_be_focused()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.closest('figure')?.dataset.figure") == "2"
+    page.keyboard.press("Shift+Tab")
+    sync_api.expect(last).to_be_focused()
 
 
 @pytest.mark.browser
@@ -91,6 +110,7 @@ def test_dark_follows_the_system_and_can_be_switched(opened, html):
     assert page.evaluate(ground) == "rgb(20, 23, 27)"
     assert page.evaluate(ink) == "rgb(228, 231, 235)", "the figures' too"
     page.screenshot(path=PICTURES / "handout-2-dark.png")
+    assert violations(page) == []
     page.locator("#theme").click()
     assert page.evaluate(ground) == "rgb(255, 255, 255)"
     assert page.evaluate(ink) == "rgb(27, 31, 36)"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from accessible import focused, tab_to, violations
 from browser import HEADER, RUN_TIMEOUT, command, open_notebook, picture, see, set_theme, sync_api, wait_for_words
 from conftest import PICTURES, wait_until
 from folded import applied
@@ -79,6 +80,7 @@ def the_run_has_a_time_line(page) -> None:
     sync_api.expect(panel.locator(".labkit-advance")).to_contain_text("step 2/")
     wait_for_words(panel, "replay: training · paused")
     picture(page, "72-time-line-dark")
+    assert violations(page, ".labkit") == []
     line.get_by_role("button", name="play the replay").click()
     sync_api.expect(where).not_to_contain_text("step 2 of", timeout=RUN_TIMEOUT)
     line.get_by_role("button", name="pause the replay").click()
@@ -88,6 +90,23 @@ def the_run_has_a_time_line(page) -> None:
     set_theme(page, "Light")
     see(panel)
     picture(page, "73-time-line")
+    assert violations(page, ".labkit") == []
+    a_run_is_read_by_keyboard_alone(page, panel)
+
+
+def a_run_is_read_by_keyboard_alone(page, panel) -> None:
+    """What was found in it, and any moment of it."""
+    panel.evaluate("panel => panel.focus()")
+    tab_to(page, panel, "Why?")
+    page.keyboard.press("Enter")
+    sync_api.expect(panel.get_by_role("button", name="Why?")).to_have_attribute("aria-expanded", "true")
+    sync_api.expect(panel.locator(".labkit-diagnoses")).to_contain_text("Fix")
+    page.keyboard.press("Escape")
+    assert focused(page) == "Why?"
+    tab_to(page, panel, "moment of the run")
+    page.keyboard.press("Home")
+    wait_for_words(panel, "replay: .* · paused")
+    tab_to(page, panel, "play the replay")
 
 
 def test_nothing_moves_by_itself_for_a_reader_who_does_not_want_it(page, jupyter, request):
@@ -146,6 +165,7 @@ def test_a_handout_moves_and_is_printed_as_key_frames(handout):
     wait_until(lambda: seen.add(moment(machine)) or len(seen) > 10, 60)
     wait_until(lambda: machine.evaluate(FLOWS) == 2, 60)
     page.screenshot(path=PICTURES / "72-machine-in-a-handout.png")
+    assert violations(page) == []
     page.emulate_media(media="print")
     sync_api.expect(machine).to_be_hidden()
     sync_api.expect(page.locator(".stills figure")).to_have_count(stills(state).count("<figure>"))

@@ -7,6 +7,7 @@ import re
 import time
 
 import pytest
+from accessible import NAME, focused, tab_to, violations
 from browser import HEADER, RUN_TIMEOUT, in_the_kernel, open_notebook, picture, see, set_theme, sync_api, wait_for_words
 from conftest import processes_of, wait_until
 
@@ -32,21 +33,12 @@ TABS = {
     "Compare": ".labkit-card button",
 }
 
-# The accessible name of an element of the panel.
-NAME = """element => (element.ariaLabel || [...(element.labels ?? [])].map(one => one.textContent).join(" ")
-    || element.textContent || element.title || "").trim()"""
-
 NAMELESS = f"""panel => {{
   const name = {NAME};
   const all = panel.querySelectorAll(
     'input, select, textarea, button, [role="tab"], [role="progressbar"], [tabindex="0"]');
   return [...all].filter(one => one.tagName !== "OPTION" && !name(one)).map(one => one.outerHTML.slice(0, 160));
 }}"""
-
-SHOWS_FOCUS = """() => {
-  const { outlineStyle, outlineWidth } = getComputedStyle(document.activeElement);
-  return outlineStyle !== "none" && outlineWidth !== "0px";
-}"""
 
 # Text that is hard to read: its contrast with the background, by WCAG 2, is below 4.5.
 FAINT = """panel => {
@@ -92,25 +84,6 @@ FAINT = """panel => {
 }"""
 
 
-def focused(page: sync_api.Page) -> str:
-    """The name of what has the focus."""
-    return page.evaluate(f"({NAME})(document.activeElement)")
-
-
-def tab_to(page: sync_api.Page, panel: sync_api.Locator, name: str) -> None:
-    """Presses Tab until `name` has the focus; everything on the way in the panel shows that it has it, and says its
-    name."""
-    for _ in range(80):
-        page.keyboard.press("Tab")
-        if not panel.evaluate("panel => panel !== document.activeElement && panel.contains(document.activeElement)"):
-            continue
-        assert page.evaluate(SHOWS_FOCUS), f"nothing shows that {focused(page)!r} has the focus"
-        assert focused(page)
-        if focused(page) == name:
-            return
-    raise AssertionError(f"{name!r} is not reached by the Tab key")
-
-
 def test_the_panel_by_keyboard_alone(page, jupyter):
     (jupyter.work / "keys.py").write_text(NOTEBOOK)
     open_notebook(page, jupyter, "keys.py")
@@ -119,6 +92,9 @@ def test_the_panel_by_keyboard_alone(page, jupyter):
     panel = page.locator(".labkit", has=page.locator(".labkit-run")).first
     sync_api.expect(panel.locator(".labkit-present")).to_be_visible(timeout=RUN_TIMEOUT)
     see(panel)
+    assert violations(page, ".labkit") == []
+    says = panel.get_by_role("status").filter(has=page.locator(".labkit-state"))
+    says.evaluate("element => (element.wasThere = true)")
     page.keyboard.press("Escape")
 
     tab_to(page, panel, "DDP")
@@ -143,6 +119,7 @@ def test_the_panel_by_keyboard_alone(page, jupyter):
     assert focused(page) == "▶ Run"
     page.keyboard.press("Enter")
     wait_for_words(panel, "training")
+    assert says.evaluate("element => element.wasThere"), "a screen reader reads changes of what was there before"
     assert panel.evaluate("panel => panel.contains(document.activeElement)"), (
         "a button that becomes disabled keeps the focus in the panel"
     )
@@ -156,7 +133,7 @@ def test_the_panel_by_keyboard_alone(page, jupyter):
     picture(page, "20-presentation-logs")
     page.keyboard.press("1")
     sync_api.expect(
-        panel.get_by_role("img", name=re.compile(r"Loss, loss: rank 0 [\d.]+ at \d+; rank 1"))
+        panel.get_by_role("figure", name=re.compile(r"Loss, loss: rank 0 [\d.]+ at \d+; rank 1"))
     ).to_be_visible()
     picture(page, "21-presentation-live")
     page.keyboard.press("r")
@@ -190,6 +167,7 @@ def a_recorded_run_plays_in_presentation_mode(page: sync_api.Page) -> None:
     panel.get_by_role("button", name="play the replay").click()
     wait_for_words(panel, "recorded: (training|stopped)")
     picture(page, "22-presentation-recorded")
+    assert violations(page, ".labkit") == []
     page.keyboard.press("r")
     wait_for_words(panel, "recorded: (.+ · paused|stopped)")
     page.keyboard.press("3")
@@ -202,8 +180,8 @@ def a_recorded_run_plays_in_presentation_mode(page: sync_api.Page) -> None:
 
 
 def everybody_can_read_it(page: sync_api.Page, panel: sync_api.Locator) -> None:
-    """Every tab in both themes, with and without presentation mode: every control has a name, and all text has enough
-    contrast."""
+    """Every tab in both themes, with and without presentation mode: every control has a name, all text has enough
+    contrast, and axe finds nothing serious."""
     faint = {}
     for theme in ("Light", "Dark"):
         set_theme(page, theme)
@@ -220,6 +198,7 @@ def everybody_can_read_it(page: sync_api.Page, panel: sync_api.Locator) -> None:
                 place = f"23-{theme.lower()}{'-presentation' if presentation else ''}-{number}"
                 picture(page, place)
                 assert panel.evaluate(NAMELESS) == []
+                assert violations(page, ".labkit") == []
                 faint |= {f"{place}: {what}": ratio for what, ratio in faint_letters(panel).items()}
             if presentation:
                 page.keyboard.press("Escape")

@@ -78,7 +78,9 @@ def test_the_panel_is_never_blank(page, jupyter):
     sync_api.expect(before).to_contain_text(re.compile(r"Peak memory: you predicted 2 MiB per rank; it was [\d.]+ MiB"))
     sync_api.expect(before).to_contain_text("Step time: you predicted 500 ms per rank; it was")
     sync_api.expect(panel.locator(".labkit-guesses")).to_be_hidden()
-    sync_api.expect(panel.get_by_role("img", name=re.compile("your guess rank 0( simulated)? 500 ms"))).to_be_visible()
+    sync_api.expect(
+        panel.get_by_role("figure", name=re.compile("your guess rank 0( simulated)? 500 ms"))
+    ).to_be_visible()
     assert points(panel, "loss") > 2
     picture(page, "22-finished")
     nothing_is_cut_off(panel)
@@ -201,7 +203,7 @@ def the_prediction_stands_beside_the_measurement(page: sync_api.Page, panel: syn
 
 
 def memory_by_owner(panel: sync_api.Locator, bars: str) -> sync_api.Locator:
-    return panel.get_by_role("img", name=re.compile(f"Peak memory of a step, by owner.*{bars}"))
+    return panel.get_by_role("figure", name=re.compile(f"Peak memory of a step, by owner.*{bars}"))
 
 
 def escape_closes_the_options(page: sync_api.Page, panel: sync_api.Locator) -> None:

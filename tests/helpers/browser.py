@@ -29,6 +29,7 @@ import pytest
 from conftest import PICTURES, end_processes_of, wait_until
 from places import ROOT
 
+from labkit.cli.project import kernel_of_this_python
 from labkit.record.folder import RunFolder
 from labkit.setup.environment import BROWSERS, RENDERER, RENDERER_VARIABLE
 
@@ -166,6 +167,7 @@ def jupyterlab() -> Iterator[Server]:
         }  # not HOME: packages in the home folder are one of the facts by which a run may start warm
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "IPYTHON"))}
         environment |= {name: str(home / folder) for name, folder in own.items()}
+        environment["JUPYTER_PATH"] = str(kernel_of_this_python(home))
         environment["JUPYTER_CONFIG_PATH"] = str(ROOT / "labkit" / "setup" / "jupyter")
         environment[RENDERER_VARIABLE] = RENDERER
         argv = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}"]

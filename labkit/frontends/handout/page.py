@@ -26,7 +26,7 @@ from labkit.common.files import MARK
 from labkit.common.text import escape, visible, visible_line, visible_log
 from labkit.figures import colours, machine, rank_colour
 from labkit.figures.as_plotly import inert
-from labkit.figures.controls import CONFIG
+from labkit.figures.controls import CONFIG, tools
 from labkit.figures.machine import as_json, film, stills
 from labkit.frontends.handout.execute import write
 from labkit.plan.script import write_script
@@ -69,7 +69,7 @@ class Plots:
         waits = "" if still else f'<p class="waits">{label}: needs JavaScript.</p>'
         number = len(self._figures) - 1
         return (
-            f'<figure class="plot" data-figure="{number}" style="min-height:{height}px" role="img"'
+            f'<figure class="plot" data-figure="{number}" style="min-height:{height}px"'
             f' aria-label="{label}"><div class="still">{still}{waits}</div></figure>'
         )
 
@@ -306,9 +306,9 @@ def _plotly() -> str:
 
 
 def _program() -> str:
-    """The page's own script, which replaces the two greys of the charts by the theme's colours, after the player of the
-    machine's picture."""
-    source = machine.player() + (HERE / "static" / "handout.js").read_text(encoding="utf-8")
+    """The page's own script, which replaces the two greys of the charts by the theme's colours, after what it shares
+    with the panel."""
+    source = machine.player() + tools() + (HERE / "static" / "handout.js").read_text(encoding="utf-8")
     source = source.replace("%INK%", colours.INK).replace("%GRID%", colours.GRID)
     return source.replace("%CONFIG%", json.dumps(CONFIG))
 

@@ -19,7 +19,7 @@ import traitlets
 from labkit import figures
 from labkit.figures.as_plotly import numbers, parts, words
 from labkit.figures.as_svg import drawing
-from labkit.figures.controls import CONFIG
+from labkit.figures.controls import CONFIG, tools
 from labkit.figures.model import Chart, Drawn, Extent
 from labkit.record.state import RunState
 
@@ -197,7 +197,7 @@ def _plotly() -> tuple[str, bytes]:
 class _ChartsWidget(HandshakeWidget):
     """The browser side: requests "plotly" once per page, then sends "ready" for charts."""
 
-    _esm = program("charts.js")
+    _esm = program("charts.js", tools())
     plotly_version = traitlets.Unicode().tag(sync=True)
     plotly_config = traitlets.Dict(CONFIG).tag(sync=True)
 

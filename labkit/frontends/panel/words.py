@@ -89,6 +89,7 @@ def sources(
     box.add_class("labkit-sources")
     for widget in (script, diff, nodes):
         widget.add_class("labkit-code")
+    script.tabbable = diff.tabbable = True  # they are scrolled with the keyboard, too
     which.observe(lambda change: setattr(box, "children", (bar, change["new"])), "value")
     return box
 

@@ -85,6 +85,7 @@
       const first = !this.width;
       this.width = width;
       window.Plotly.react(this.box, data, fitted, CONFIG);
+      accessible(this.box);
       if (first && frames?.length) window.Plotly.addFrames(this.box, frames);
       this.place.classList.add("drawn");
       drawn.add(this);
@@ -171,6 +172,15 @@
     printing = false;
     screen();
   });
+
+  // What is scrolled can be scrolled with the keyboard, too.
+  const fits = new ResizeObserver((entries) => {
+    for (const { target } of entries) {
+      if (target.scrollWidth > target.clientWidth) target.tabIndex = 0;
+      else target.removeAttribute("tabindex");
+    }
+  });
+  document.querySelectorAll("pre").forEach((text) => fits.observe(text));
 
   // On a narrow screen the table of contents is closed at first.
   const contents = document.querySelector("nav > details");

@@ -124,11 +124,12 @@ function resize({ layout, data }, by) {
 // A text description of the chart: the newest value of each line, the height of each bar, or the total duration of each
 // kind of span.
 function describe({ label, data, layout }) {
-  const parts = data.map((trace) => {
+  const told = data.some((trace) => trace.showlegend) ? data.filter((trace) => trace.showlegend !== false) : data;
+  const parts = told.map((trace) => {
     if (trace.orientation === "h") return `${trace.name} ${short(trace.x.reduce((sum, each) => sum + each, 0))} in ${trace.x.length} spans`;
     if (trace.type === "bar") return `${trace.name} ${trace.x.map((category, index) => `${category} ${value(trace, index)}`).join(", ")}`;
     const last = trace.y.findLastIndex((value) => value !== null);
-    return last < 0 || trace.showlegend === false ? "" : `${trace.name} ${value(trace, last)} at ${short(trace.x[last])}`;
+    return last < 0 ? "" : `${trace.name} ${value(trace, last)} at ${short(trace.x[last])}`;
   });
   const unit = data[0]?.orientation === "h" ? layout.xaxis.title.text : layout.yaxis.title.text;
   return `${label}, ${unit}: ${parts.filter(Boolean).join("; ") || "no data yet"}`;
@@ -235,12 +236,13 @@ class Board {
     themed(chart, theme(this.element), this.charts.values());
     chart.layout.width = chart.box.clientWidth;
     chart.layout.height = chart.box.clientHeight;
-    chart.box.setAttribute("role", "img");
+    chart.box.setAttribute("role", "figure");
     chart.box.setAttribute("aria-label", describe(chart));
     try {
       if (chart.drawn) this.Plotly.react(chart.box, chart.data, chart.layout, this.config);
       else this.Plotly.newPlot(chart.box, chart.data, chart.layout, this.config);
       chart.drawn = true;
+      accessible(chart.box);
     } catch (error) { // as in a box that is too low for axes while the page is laid out; the other charts go on
       console.warn("labkit: a chart is drawn again", error);
       this.Plotly.purge(chart.box);
