@@ -17,12 +17,13 @@ from typing import Any
 
 from labkit.common.files import write_atomically
 from labkit.jobs.archive import zipped
-from labkit.plan.spec import SpecError
+from labkit.plan.spec import Spec, SpecError
 from labkit.prediction.predict import predict
 from labkit.prediction.tracer import TraceFailed
 from labkit.record.packed import SHIPPED, recording
 from labkit.runs.handle import run, settle
 from labkit.training.strategies import BASELINE, STRATEGIES
+from labkit.training.workloads import WORKLOADS
 
 RANKS = (1, 2, 4)
 STEPS, SAMPLE_EVERY = 30, 10
@@ -45,7 +46,7 @@ def main(names: list[str]) -> int:
 def recorded(strategy: str, ranks: int) -> str:
     """Records one run; what became of it, in words."""
     try:
-        spec = settle(strategy, nproc=ranks, device="cpu", steps=STEPS, sample_every=SAMPLE_EVERY)
+        spec = first_possible(strategy, nproc=ranks, device="cpu", steps=STEPS, sample_every=SAMPLE_EVERY)
         predict(spec)
     except (SpecError, TraceFailed) as error:
         return f"left out: {error}"
@@ -60,6 +61,18 @@ def recorded(strategy: str, ranks: int) -> str:
         return f"left out: {len(data):,} bytes"
     write_atomically(SHIPPED / f"{spec.name}.zip", data)
     return f"{len(data):,} bytes"
+
+
+def first_possible(strategy: str, **fields: Any) -> Spec:
+    """The Spec of a strategy with the first workload that it can train; `SpecError` if there is none."""
+    refused: SpecError | None = None
+    for workload in WORKLOADS:
+        try:
+            return settle(strategy, workload=workload, **fields)
+        except SpecError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
 
 
 def without_machine(name: str, data: bytes) -> bytes:
