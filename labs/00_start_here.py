@@ -170,7 +170,7 @@ Lab(strategy="ddp", steps=20)
 # Try the following. Before each run, say what you expect; the fields *Your guess* take the peak memory and the step
 # time.
 #
-# 1. Set the batch to **global**: the ranks now split one batch. What happens to the step time?
+# 1. Set *Batch size* to **in total**: the ranks now split one batch. What happens to the step time?
 # 2. Use more CPU ranks than this machine has cores. Which phase of the step grows?
 # 3. Choose **FSDP2**: every rank stores only a shard of the model. Which curve of the memory chart drops?
 #

@@ -6,11 +6,8 @@ import argparse
 import os
 import sys
 
-from labkit.cli.jobs import gather, pack, submit, unpack
-from labkit.cli.pages import advise, atlas, diff, glossary, handout, notebook, predict, script
+from labkit.cli import pages, project, runs
 from labkit.cli.parser import refuse
-from labkit.cli.project import bench, claims, doctor, lab, progress, schema, setup, test
-from labkit.cli.runs import capture, clean, compare, logs, replay, run, runs, show, stop, trace
 from labkit.cli.shared import Refused
 from labkit.plan.spec import SpecError
 from labkit.record.documents import Unreadable
@@ -18,29 +15,36 @@ from labkit.record.documents import Unreadable
 COMMANDS = {
     command.__name__: command
     for command in (
-        *(
-            advise,
-            atlas,
-            bench,
-            capture,
-            claims,
-            clean,
-            compare,
-            diff,
-            doctor,
-            gather,
-            glossary,
-            handout,
-            lab,
-            logs,
-            notebook,
-            pack,
-            predict,
-            progress,
-            replay,
-            run,
-        ),
-        *(runs, schema, script, setup, show, stop, submit, test, trace, unpack),
+        pages.advise,
+        pages.atlas,
+        project.bench,
+        runs.capture,
+        project.claims,
+        runs.clean,
+        runs.compare,
+        pages.diff,
+        project.doctor,
+        runs.gather,
+        pages.glossary,
+        pages.handout,
+        project.lab,
+        runs.logs,
+        pages.notebook,
+        runs.pack,
+        pages.predict,
+        project.progress,
+        runs.replay,
+        runs.run,
+        runs.runs,
+        project.schema,
+        pages.script,
+        project.setup,
+        runs.show,
+        runs.stop,
+        runs.submit,
+        project.test,
+        runs.trace,
+        runs.unpack,
     )
 }
 

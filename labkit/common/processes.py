@@ -144,14 +144,14 @@ def members(tag: str) -> list[psutil.Process]:
     A descendant with the tag of another run belongs to a run that was started within this one; it and its descendants
     are excluded.
     """
-    found = {process.pid: process for process in tagged(lambda other: other == tag)}
+    by_pid = {process.pid: process for process in tagged(lambda other: other == tag)}
     parents = [psutil.Process()]
     while parents:
         for child in _children(parents.pop()):
             if living(child.pid) is not None and tag_of(child) in (tag, "", None):
-                found[child.pid] = child
+                by_pid[child.pid] = child
                 parents.append(child)
-    return list(found.values())
+    return list(by_pid.values())
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
@@ -172,10 +172,10 @@ def end(find: Callable[[], list[psutil.Process]], grace: float, limit: float = 3
     another user.
     """
     if grace:
-        found = find()
-        send(found, psutil.Process.terminate)
-        send(filter(is_stopped, found), psutil.Process.resume)
-        _wait(found, grace)
+        processes = find()
+        send(processes, psutil.Process.terminate)
+        send(filter(is_stopped, processes), psutil.Process.resume)
+        _wait(processes, grace)
     deadline = time.monotonic() + limit
     while alive := find():  # repeated, because a process may have started another one in the meantime
         if time.monotonic() > deadline:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.common.text import escape
 from labkit.figures import colours
-from labkit.figures.model import Axis, Chart, Drawn, Marks, Points, Spans
+from labkit.figures.model import Axis, Drawn, Marks, Points, Spans
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 FONT = "system-ui, sans-serif"
 # What is not the markup of charts and pictures: tags of plotly may have links and styles, with addresses.
 _OTHER_MARKUP = re.compile(r"<(?!/?(?:b|br|extra|span)>|span style='font-size:10px'>)", re.IGNORECASE)
+_ROOMY = 4  # bars at most that are wider than the name of a mark
 _MARK = 0.01  # height of a mark, as a share of the axis
 _DIGITS = 6  # significant digits: finer than a pixel, and every character is sent to the browser
 
@@ -53,7 +54,7 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         "yaxis": axis(drawn, "y"),
         "barmode": "stack",
         "bargap": 0.35,
-        "margin": {"l": 58, "r": 88 if _has_legend(drawn) else 16, "t": 26, "b": 32},
+        "margin": {"l": 58, "r": 88 if _has_legend(drawn) else 16, "t": 30, "b": 34},
         "legend": {
             "x": 1.01,
             "y": 1.25 if chart.bars else 1,
@@ -74,7 +75,7 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     if any(line.stacked for line in chart.lines):
         layout["legend"]["traceorder"] = "reversed"  # from top to bottom, in the order of the stack
     if chart.marks:
-        layout["annotations"] = _names(chart)
+        layout["annotations"] = _names(drawn)
     if chart.bands:
         layout["shapes"] = [_band(*band) for band in chart.bands]
     return inert(traces(drawn)), inert(layout)
@@ -112,15 +113,14 @@ def _marks(drawn: Drawn, marks: Marks) -> dict[str, Any]:
     """A thin bar at each level; its base excludes it from the stack."""
     chart = drawn.chart
     known = [(name, value) for name, value in zip(chart.x.categories, marks.values) if value is not None]
-    values = [value for _, value in known]
-    unit, height = _unit(chart.y), _MARK * drawn.y_span[1]
+    values, height = [value for _, value in known], _MARK * drawn.y_span[1]
     return {
         "type": "bar",
         "name": literal(marks.name),
         "x": [literal(name) for name, _ in known],
-        "base": numbers(value - height / 2 for value in values),
+        "base": numbers(drawn.height_of(value) - height / 2 for value in values),
         "y": numbers([height] * len(known)),
-        "text": words(chart.y, values) or [f"{value:.3g} {unit}" for value in values],
+        "text": list(map(drawn.mark_in_words, values)),
         "textposition": "none",
         "showlegend": False,
         "marker": {"color": marks.colour, "line": {"color": marks.colour, "width": 1}},
@@ -128,15 +128,19 @@ def _marks(drawn: Drawn, marks: Marks) -> dict[str, Any]:
     }
 
 
-def _names(chart: Chart, suffix: str = "") -> list[dict[str, Any]]:
-    """The name of each kind of marks, above its first one: a legend entry would be far away."""
+def _names(drawn: Drawn, suffix: str = "") -> list[dict[str, Any]]:
+    """The name of each kind of marks, above its first one: a legend entry would be far away. Marks at the edge of the
+    plot have an arrow and their number, too."""
     names = []
-    for marks in chart.marks:
-        first = next(((name, y) for name, y in zip(chart.x.categories, marks.values) if y is not None), None)
+    for marks in drawn.chart.marks:
+        first = next(((name, y) for name, y in zip(drawn.chart.x.categories, marks.values) if y is not None), None)
         if first is not None:
-            place = {"x": literal(first[0]), "y": first[1], "xref": f"x{suffix}", "yref": f"y{suffix}"}
+            name, level = first
+            place = {"x": literal(name), "y": drawn.height_of(level), "xref": f"x{suffix}", "yref": f"y{suffix}"}
             look = {"font": {"size": 9, "color": "#FFFFFF"}, "bgcolor": marks.colour, "borderpad": 1}
-            names.append({"text": literal(marks.name), "showarrow": False, "yanchor": "bottom"} | place | look)
+            text = marks.name + (f" ↑ {drawn.mark_in_words(level)}" if drawn.chart.is_beyond(level) else "")
+            place["xanchor"] = "left" if len(drawn.chart.x.categories) > _ROOMY else "center"  # not over the axis
+            names.append({"text": literal(text), "showarrow": False, "yanchor": "bottom"} | place | look)
     return names
 
 
@@ -201,7 +205,7 @@ def axis(drawn: Drawn, which: str) -> dict[str, Any]:
         "gridcolor": colours.GRID,
         "zeroline": False,
         "automargin": False,
-    }
+    } | ({"ticklabelstandoff": 4} if which == "x" else {"ticklabelshift": -2})  # two zeros meet at the origin
     if of.categories and which == "y":
         order = {"categoryarray": list(map(literal, of.categories)), "range": [len(of.categories) - 0.5, -0.5]}
         return plain | {"type": "category", "showgrid": False, "fixedrange": True} | order
@@ -250,7 +254,7 @@ def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         layout[f"xaxis{suffix}"] = its_layout["xaxis"] | {"domain": [left, left + 0.36], "anchor": f"y{suffix}"}
         layout[f"yaxis{suffix}"] = its_layout["yaxis"] | {"domain": [bottom, bottom + tall], "anchor": f"x{suffix}"}
         layout[f"legend{suffix}"] = its_layout["legend"] | {"x": left + 0.365, "y": bottom + tall}
-        layout["annotations"] += _names(drawn.chart, suffix)
+        layout["annotations"] += _names(drawn, suffix)
         layout["annotations"].append(
             {
                 "text": _title(drawn),

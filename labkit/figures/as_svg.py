@@ -126,9 +126,11 @@ def _bars(canvas: _Canvas, drawn: Drawn) -> None:
         for marks in drawn.chart.marks:
             level = marks.values[index]
             if level is not None:
-                words = drawn.chart.y.in_words(level) if drawn.chart.y.bytes_each else f"{level:.3g}"
+                words, top = drawn.mark_in_words(level), canvas.y(drawn.height_of(level))
                 hint = f"{name}: {marks.name} {words}"
-                canvas.rectangle(left - 0.05 * room, canvas.y(level) - 1.25, 0.75 * room, 2.5, marks.colour, hint)
+                canvas.rectangle(left - 0.05 * room, top - 1.25, 0.75 * room, 2.5, marks.colour, hint)
+                if drawn.chart.is_beyond(level):
+                    canvas.text(left + 0.325 * room, top - 4, f"↑ {words}", 'text-anchor="middle" font-size="10"')
         lines = (drawn.chart.x.labels or names)[index].split("\n")
         for number, text in enumerate(lines):
             canvas.text(left + 0.325 * room, canvas.height - _BOTTOM + 14 + 12 * number, text, style)

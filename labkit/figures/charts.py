@@ -14,7 +14,7 @@ from labkit.analysis.nodes import nodes_in_words
 from labkit.analysis.profiled import exposed, usual
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Derived, Line, Marks
-from labkit.figures.profiled import OWN, WIDE, guess_marks, memory_by_owner, memory_of_step, predicted_steps, timeline
+from labkit.figures.profiled import OWN, guess_marks, memory_by_owner, memory_of_step, predicted_steps, timeline
 from labkit.record.events import Timeline
 from labkit.record.ranks import OtherLosses, RankState
 from labkit.record.state import RunState
@@ -177,8 +177,8 @@ def memory(state: RunState) -> Chart:
             )
     devices = [rank.device for rank in state.ranks.values()] or [state.spec.device or ""]
     on_cuda = any(device.startswith("cuda") for device in devices)
-    title = "Memory per GPU" if on_cuda else "Memory: bytes of live tensors (CPU rank)"
-    note = "thin: reserved, dotted: peak, dashed: whole device" if on_cuda else "dotted: peak"
+    title = "Memory per GPU" if on_cuda else "Memory per CPU rank"
+    note = "thin: reserved, dotted: peak, dashed: whole device" if on_cuda else "live tensors, dotted: peak"
     return Chart("memory", title, Axis("seconds since start", least=10.0), axis, tuple(lines), note=note)
 
 
@@ -194,6 +194,9 @@ def _memory_axis(state: RunState) -> Axis:
     columns += [gpu["memory_used"] for gpu in state.system.gpus.values()]
     largest = max((column[-1] for column in columns if len(column) and math.isfinite(column[-1])), default=0.0)
     return Axis.of_bytes(largest)
+
+
+_FEW = 4  # bars at most that have their whole names below them
 
 
 def phases(state: RunState) -> Chart:
@@ -221,8 +224,10 @@ def phases(state: RunState) -> Chart:
         bars.append(Bars("communication", colours.COMMUNICATION, tuple(waits for *_, waits in stacks)))
     note = "median; communication: exposed" if profiled else "median"
     names = tuple(name for name, *_ in stacks)
-    labels = tuple(name.replace(" simulated", "\nsim.") for name in names) if len(names) <= WIDE else ()
-    x, y = Axis("", categories=names, labels=labels), Axis("ms per step", least=1.0)
+    many = len(names) > _FEW  # numbers then stand below the bars, which are narrower than "rank 0"
+    labels = tuple(name.removeprefix("rank " if many else "").replace(" simulated", "\nsim.") for name in names)
+    x = Axis("rank" if many else "", categories=names, labels=labels)
+    y = Axis("ms per step", least=1.0)
     marks = guess_marks(state, "step_ms", [number for _, number, *_ in stacks], 0.001)
     return Chart("phases", "Where a step's time goes", x, y, bars=tuple(bars), marks=marks, note=note)
 

@@ -18,6 +18,7 @@ import numpy
 from labkit.common.units import scale, size
 
 _HEADROOM = 1.15  # so that the name of a mark is below the title
+_REACH = 2.0  # a mark above this many times the tallest bar is drawn at the edge, so that it does not flatten the bars
 LIMIT = 1000  # points per line in a complete figure
 _ENDS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 _TICKS = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -157,13 +158,29 @@ class Chart:
     def signature(self) -> tuple[Any, ...]:
         """What must be unchanged for a drawn chart to be continued with new points only."""
         lines = tuple((line.key, line.x_zero, line.y_unit) for line in self.lines)
-        return self.title, self.note, self.x, self.y, self.spans, self.bands, self.marks, lines
+        edge = self.y.span(0.0, self.bar_height)[1] if any(map(self.is_beyond, self._levels)) else None
+        return self.title, self.note, self.x, self.y, self.spans, self.bands, self.marks, lines, edge
+
+    @property
+    def _levels(self) -> list[float]:
+        return [value for marks in self.marks for value in marks.values if value is not None]
+
+    @property
+    def _tallest(self) -> float:
+        """The height of the tallest stack of bars."""
+        return max((sum(layer) for layer in zip(*(bars.values for bars in self.bars))), default=0.0)
+
+    def is_beyond(self, level: float) -> bool:
+        """Whether a mark is so far above all bars that it is drawn at the edge of the plot."""
+        return 0 < _REACH * self._tallest < level
 
     @property
     def bar_height(self) -> float:
-        """The height of the tallest stack, or of the highest mark with its name."""
-        levels = [_HEADROOM * value for marks in self.marks for value in marks.values if value is not None]
-        return max([*levels, *(sum(layer) for layer in zip(*(bars.values for bars in self.bars)))], default=0.0)
+        """The height of the tallest stack, or of the highest mark with its name that is not at the edge."""
+        tallest = self._tallest
+        if any(map(self.is_beyond, self._levels)):
+            tallest *= _HEADROOM**2  # room for the marks at the edge
+        return max([tallest, *(_HEADROOM * level for level in self._levels if not self.is_beyond(level))])
 
     def drawn(self, limit: int = LIMIT) -> Drawn:
         """The chart with at most `limit` points read per line."""
@@ -212,6 +229,16 @@ class Drawn:
     points: tuple[Points, ...]
     x: Extent
     y: Extent
+
+    def height_of(self, level: float) -> float:
+        """Where a mark is drawn: at its level, or at the edge of the plot if it is far beyond."""
+        return self.y_span[1] / _HEADROOM if self.chart.is_beyond(level) else level
+
+    def mark_in_words(self, level: float) -> str:
+        """The level of a mark with its unit."""
+        y = self.chart.y
+        number = f"{level:,.0f}" if level >= 100 else f"{level:.3g}"
+        return y.in_words(level) if y.bytes_each else f"{number} {y.title.split(' ')[0]}"
 
     @property
     def x_span(self) -> tuple[float, float]:

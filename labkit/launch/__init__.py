@@ -11,15 +11,13 @@ It never imports front ends or torch; only the warm server loads torch.
 - `launch/warm/`: the warm server, which forks the processes of a run, and the one that traces; its modules are listed
   in `launch/warm/__init__.py`
 - `launch/ending.py`: summary and final status, for which disk space is reserved when the run starts
-- `launch/watchdog.py`, `launch/remains.py`: what ends a run whose supervisor was killed: a shell that waits, the
-  program that it then starts (in `launch/ending.py`), and the removal of sockets and shared memory
-- `launch/report.py`, `launch/silence.py`: what torchrun reports about ranks that died; ranks that are stopped or hold
-  the GIL
-- `launch/leases.py`, `launch/queueing.py`, `launch/quota.py`: the queue for GPUs and CPU slots, and the quota of the
-  disk
+- `launch/watchdog.py`: what ends a run whose supervisor was killed: a shell that waits, the program that it then starts
+  (in `launch/ending.py`), and the removal of sockets and shared memory
+- `launch/report.py`: ranks that cannot report themselves: stopped, or holding the GIL, or dead
+- `launch/leases.py`: the queue for GPUs and CPU slots
 
 `launch/slurm.py` is another engine: its launch plan has the same form, and its command is `launch/slurm_agent.py`,
-which follows a submitted job through `launch/slurm_client.py`. Supervisor, stop and summary are therefore those of
+which follows a submitted job through Slurm's commands. Supervisor, stop and summary are therefore those of
 any run. The ranks redirect their own output (`LABKIT_LOGS`), because torchrun knows only their number on its node.
 `follow_again` starts a new supervisor for a job that has lost its own, after it has checked that the job is that of
 the folder's batch file. A run on several machines is a plan with a `Node` (`plan/nodes.py`) on each of them; nothing
@@ -33,8 +31,7 @@ apart. `plan/nodes.py` has the command of each node for the panel.
 
 `launch/leases.py` is the queue for GPUs and CPU slots: a ticket is a lock that the supervisor holds and a description
 that others read, and the order is that of the tickets. The supervisor takes the lease before it starts torchrun;
-`launch/queueing.py` is loaded only if it has to wait. `setup/limits.py` reads the limits, `launch/quota.py` keeps the
-one of the disk.
+`setup/limits.py` reads the limits, `launch/job.py` keeps the one of the disk.
 
 Five decisions determine its design.
 
@@ -61,7 +58,7 @@ difference, by what a process inherits or reads while it imports; `launch/warm/f
 arguments, environment, descriptors, streams, signals, random numbers and names, including those that `ps` and the
 run's tag are read from. `tests/scripts/sees.py` prints all that a script can see of itself, and the two outputs must
 be equal. Only the seed of `hash(str)` is the same for all warm ranks, because an interpreter cannot change it:
-scripts that could depend on it start cold (`launch/warm/hash_order.py`). A
+scripts that could depend on it start cold (`dependence` in `launch/warm/client.py`). A
 start takes two messages, which ensures that a stopped server starts nothing after its client has started cold.
 Forking is safe because the server has one thread (otherwise it terminates itself) and never uses CUDA. Nor does the
 forked agent: torchrun's launch configuration asks for GPUs, which would initialise CUDA before the ranks are forked,
@@ -77,7 +74,7 @@ their session. A folder that is deleted, moved or emptied during the run ends th
 
 What the kernel does not end, such as data loader workers and all processes on macOS, the watchdog finds by the tag of
 the run. It also removes what they leave outside of the run folder, and writes summary and final status.
-`launch/remains.py` removes it at the end of every run: the folder for the sockets of multiprocessing, which all ranks
+`launch/watchdog.py` removes it at the end of every run: the folder for the sockets of multiprocessing, which all ranks
 of a run share, and the shared memory that torch names after the process that created it. This folder is in the user's
 own (`common/files.py`), because the path of a socket must be short, and its name is a hash of the path of the run
 folder, so that no file decides what is removed. The tag of a watchdog names no folder. The watchdog is therefore a

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from labkit.analysis.summary import summarise
 from labkit.common.processes import of_folder
-from labkit.launch.remains import end_all
+from labkit.launch.watchdog import end_all
 from labkit.record import clock
 from labkit.record.documents import State, Status, Summary, Unreadable, plain
 from labkit.record.folder import RunFolder

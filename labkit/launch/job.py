@@ -26,10 +26,10 @@ from labkit.common.processes import (
     watchdog_tag,
 )
 from labkit.common.text import visible_line
+from labkit.common.units import size
 from labkit.launch import local
 from labkit.launch.ending import close, end_processes, reserve
-from labkit.launch.quota import keep_quota
-from labkit.launch.slurm_client import cancel
+from labkit.launch.slurm_agent import cancel
 from labkit.launch.starting import LaunchError, start_supervisor, warm_or_cold
 from labkit.plan.script import command, write_script
 from labkit.plan.spec import Spec
@@ -38,7 +38,49 @@ from labkit.record.folder import RunFolder, runs_root
 from labkit.record.logs import LogTail
 from labkit.record.state import OVER, RunState
 from labkit.record.status import current, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
-from labkit.setup.limits import in_force
+from labkit.setup.limits import Limits, in_force
+
+# ---- the quota of the disk
+
+
+def keep_quota(limits: Limits, root: Path | None = None, needed: str | None = None) -> list[str]:
+    """Removes the oldest finished runs under `root` until all runs take less than the quota, and returns their names.
+
+    A run that is not over, that cannot be read, or that `needed` (a checkpoint) belongs to stays. Raises `LaunchError`
+    if that leaves too much.
+    """
+    if limits.disk is None:
+        return []
+    root = root or runs_root()
+    taken = {folder: _bytes(folder.path) for folder in RunFolder.all(root)}
+    removed = []
+    for folder in list(taken):
+        if sum(taken.values()) < limits.disk:
+            break
+        kept = needed is not None and Path(needed).absolute().is_relative_to(folder.path)
+        if not (kept or folder.trouble()) and is_over(folder):
+            folder.delete()
+            removed.append(folder.name)
+            del taken[folder]
+    if sum(taken.values()) >= limits.disk:
+        raise LaunchError(
+            f"the runs in {root} take {size(sum(taken.values()))}, and the quota is {size(limits.disk)}"
+            f" ({limits.sources['disk']}); none of them may be removed: stop some, or delete files there"
+        )
+    return removed
+
+
+def _bytes(path: Path) -> int:
+    """Bytes that the files of a folder take on the disk; links are not followed."""
+    total = 0
+    for place, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(place, name)).st_blocks * 512  # noqa: PTH118 many files
+            except OSError:
+                continue  # removed in the meantime
+    return total
+
 
 # ---- profiling a step of an active run
 
@@ -288,14 +330,14 @@ def end_deleted(name: str, root: Path | None = None) -> str:
     place, given = (root or runs_root()).resolve(), Path(name).absolute()
     tags = {tag_of(process) for process in tagged(lambda tag: not os.path.lexists(RunFolder(tag).spec))} - {None, ""}
     paths = [path for path in map(Path, tags) if path.parent.resolve() == place or path == given]
-    found = [path for path in paths if path.name == name or path == given]
-    found = found or [path for path in paths if path.name.startswith(name) or path.name.endswith(name)]
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
+    folders = [path for path in paths if path.name == name or path == given]
+    folders = folders or [path for path in paths if path.name.startswith(name) or path.name.endswith(name)]
+    if len(folders) > 1:
+        names = ", ".join(path.name for path in folders)
         raise LookupError(f"{name!r} is ambiguous: it matches {names} (folders deleted); give the full name")
-    if found:
-        end(lambda: of_folder(found[0]), grace=_GRACE)
-    return str(found[0]) if found else ""
+    if folders:
+        end(lambda: of_folder(folders[0]), grace=_GRACE)
+    return str(folders[0]) if folders else ""
 
 
 def _foreign(folder: RunFolder, user: str) -> str:

@@ -21,7 +21,7 @@ from labkit.jobs.job_files import Launch, Profile, sbatch
 from labkit.jobs.portable import Portable, per_node_of
 from labkit.launch.job import Job
 from labkit.launch.local import probe_environment
-from labkit.launch.slurm_client import asked, cancel, is_batch_file, job_of
+from labkit.launch.slurm_agent import asked, cancel, is_batch_file, job_of
 from labkit.launch.starting import LaunchError, start_supervisor
 from labkit.launch.warm.client import Cold
 from labkit.plan.spec import Spec

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from labkit.common.processes import end, of_folder
 from labkit.launch import report, watchdog
-from labkit.launch.warm.client import Cold, Consent, Started, consent
-from labkit.launch.warm.hash_order import dependence, module_files
+from labkit.launch.warm.client import Cold, Consent, Started, consent, dependence, module_files
 from labkit.plan.spec import Spec
 from labkit.record.documents import LaunchPlan
 from labkit.record.folder import RunFolder

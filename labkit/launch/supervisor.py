@@ -10,6 +10,7 @@ its devices, torchrun is started before any heavy import, because it takes longe
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,11 +18,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from msgspec.structs import replace
+
+from labkit.common.processes import here, identity
 from labkit.launch.leases import Lease, LeaseError
-from labkit.launch.remains import create_temporary
-from labkit.launch.watchdog import release
+from labkit.launch.watchdog import create_temporary, release
 from labkit.probe import lifetime
-from labkit.record.documents import LaunchPlan
+from labkit.record import clock
+from labkit.record.documents import LaunchPlan, Status, Who
 from labkit.record.folder import RunFolder
 
 
@@ -38,11 +42,8 @@ def main(
     plan = folder.read_launch()
     try:
         lease = _lease(plan, folder)
-        if lease is not None and not lease.take():
-            from labkit.launch.queueing import wait_for_turn
-
-            if not wait_for_turn(folder, plan, lease, float(started), signals):
-                _leave(int(watchdog))
+        if lease is not None and not (lease.take() or wait_for_turn(folder, plan, lease, float(started), signals)):
+            _leave(int(watchdog))
     except LeaseError as error:
         sys.exit(str(error))
     if lease is not None and lease.ticket.kind == "gpu":
@@ -115,6 +116,49 @@ def _bind_to_this_process() -> Callable[[], None]:
         lifetime.announce()
 
     return bind
+
+
+# ---- waiting for devices
+
+
+_EVERY = 0.5  # seconds between two attempts
+_LIFELINE = 0  # the descriptor
+
+
+def wait_for_turn(folder: RunFolder, plan: LaunchPlan, lease: Lease, started: float, signals: int) -> bool:
+    """Waits until the lease is taken; False if the run was stopped, whose final status is then written."""
+    status = Status(
+        "starting",
+        v=1,
+        started=started,
+        supervisor=Who(**identity(), **here()),
+        detached=bool(plan.detached),
+        start=plan.start,
+        cold_because=plan.cold_because,
+    )
+    shown = ""
+    wanted = [signals] if plan.detached else [signals, _LIFELINE]
+    while not lease.take():
+        if folder.is_gone:
+            return False
+        if lease.words != shown:
+            shown = lease.words
+            RunFolder.write_json(folder.status, replace(status, waiting=shown))
+        ready, _, _ = select.select(wanted, [], [], _EVERY)
+        why = ""
+        if _LIFELINE in ready and not os.read(_LIFELINE, 1):
+            why = "the process that started it has ended"
+        elif signals in ready and {signal.SIGTERM, signal.SIGINT} & set(os.read(signals, 64)):
+            why = "stop requested"
+        if why:
+            from labkit.launch.ending import conclude
+            from labkit.record.state import RunState
+
+            lease.release()
+            message = f"{why}, before it had its devices"
+            conclude(folder, RunState(), replace(status, state="stopped", message=message, ended=clock.now()))
+            return False
+    return True
 
 
 if __name__ == "__main__":

@@ -21,9 +21,8 @@ from msgspec.structs import replace
 from labkit.common.processes import TAG, here, identity, is_stopped, members, reap, send
 from labkit.launch import local
 from labkit.launch.ending import DISK_FULL, conclude, make_room
-from labkit.launch.remains import end_all
-from labkit.launch.report import failures, last_line, signal_name, unanswered
-from labkit.launch.silence import Silence
+from labkit.launch.report import Silence, failures, last_line, signal_name, unanswered
+from labkit.launch.watchdog import end_all
 from labkit.probe import lifetime
 from labkit.record import clock
 from labkit.record.documents import LaunchPlan, Status, Unreadable, Who
@@ -317,9 +316,9 @@ class Watch:
 
     def _members(self) -> list[psutil.Process]:
         reap(self._agent)
-        found = members(self._tag)
-        self._known.update(process.pid for process in found)
-        return found
+        processes = members(self._tag)
+        self._known.update(process.pid for process in processes)
+        return processes
 
     def _watch(self) -> _Reason | None:
         """Waits until torchrun has ended and returns None, or until the run must be stopped and returns the reason."""

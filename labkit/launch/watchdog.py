@@ -7,14 +7,21 @@ its end. A shell costs a millisecond at the start of a run; Python (`launch/endi
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import select
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 
-from labkit.common.processes import TAG, watchdog_tag
+import psutil
+
+from labkit.common.files import create, runtime_folder
+from labkit.common.processes import TAG, end, living, watchdog_tag
 from labkit.record.folder import RunFolder
 
 _SCRIPT = 'read -r released || exec "$@"'
@@ -52,3 +59,60 @@ def release(pipe: int) -> None:
     gone = select.poll()
     gone.register(pipe, 0)  # an error occurs as soon as nobody can read
     gone.poll(_LEAVES)
+
+
+# ---- what killed processes leave outside of the run folder
+#
+# - Python's multiprocessing puts sockets into a folder for temporary files. All ranks of a run share one, named after
+#   the run folder (`probe/__main__.py`).
+# - torch names a segment of shared memory after the process that creates it, and unlinks it a moment later. A process
+#   that is killed in this moment leaves the segment.
+
+
+TEMPORARY = "LABKIT_TEMPORARY"
+_SHARED = Path("/dev/shm")
+_SEGMENT = re.compile(r"torch_(\d+)_\d+_\d+", re.ASCII)
+
+
+def temporary(run: Path) -> Path:
+    """The folder for the sockets of a run, which is named after the run folder, so that nothing needs to store it."""
+    return runtime_folder() / hashlib.sha256(os.fsencode(run)).hexdigest()[:16]
+
+
+def create_temporary(run: Path) -> None:
+    """Creates the folder for the sockets of a run, and names it in the environment of the processes that this one
+    starts. If it cannot be created, multiprocessing makes its own."""
+    os.environ.pop(TEMPORARY, None)  # of a run that contains this one
+    folder = temporary(run)
+    with suppress(OSError):
+        create(folder.parent)
+        create(folder)
+        os.environ[TEMPORARY] = str(folder)
+
+
+def end_all(
+    run: Path, find: Callable[[], list[psutil.Process]], grace: float, known: Iterable[int] = ()
+) -> list[psutil.Process]:
+    """Terminates the processes of a run as `end` does, and removes what they leave outside of the run folder. `known`
+    are the pids of processes of the run that may have ended already; they may come from a file, so the shared memory of
+    a process that lives is never removed."""
+    pids = set(known)
+
+    def found() -> list[psutil.Process]:
+        processes = find()
+        pids.update(process.pid for process in processes)
+        return processes
+
+    left = end(found, grace)
+    shutil.rmtree(temporary(run), ignore_errors=True)
+    _remove_segments(pids)
+    return left
+
+
+def _remove_segments(pids: set[int]) -> None:
+    """Removes the shared memory that those of these processes created that have ended."""
+    for path in _SHARED.glob("torch_*"):
+        name = _SEGMENT.fullmatch(path.name)
+        if name and int(name[1]) in pids and living(int(name[1])) is None:
+            with suppress(OSError):
+                path.unlink()

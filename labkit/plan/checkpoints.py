@@ -112,8 +112,8 @@ def newest(path: Path) -> Path:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
-    found = [path for path in folder.glob("step*") if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step")))
+    folders = [path for path in folder.glob("step*") if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step")))
 
 
 def read(path: Path) -> Checkpoint:

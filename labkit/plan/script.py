@@ -145,16 +145,18 @@ def _definitions(node: ast.stmt, module: str, lines: list[str]) -> Iterator[Defi
     yield Definition(name, module, node.lineno, text, _names(text), _position_of_value(node, lines, text))
 
 
-def resolved(one: Definition, values: Mapping[str, Any]) -> Definition:
+def resolved(definition: Definition, values: Mapping[str, Any]) -> Definition:
     """The definition with every `if` resolved whose condition depends only on `values`; one without a taken branch is
     removed. A dict of arguments that one call takes is then written as its arguments."""
-    text = one.text
+    text = definition.text
     while True:
         conditional = next((node for node in _conditionals(text) if _is_constant(node.test, values)), None)
         if conditional is None:
             text = _with_arguments_in_calls(text)
-            return one if text == one.text else replace(one, text=text, uses=_names(text))
-        taken = eval(compile(ast.Expression(conditional.test), one.home, "eval"), {"__builtins__": {}}, dict(values))
+            return definition if text == definition.text else replace(definition, text=text, uses=_names(text))
+        taken = eval(
+            compile(ast.Expression(conditional.test), definition.home, "eval"), {"__builtins__": {}}, dict(values)
+        )
         text = _with_branch(text.splitlines(), conditional, bool(taken))
 
 
@@ -263,11 +265,11 @@ def _with_arguments_of(name: str, function: ast.FunctionDef, block: list[ast.stm
     return "\n".join(line for number, line in enumerate(lines, 1) if number not in removed)
 
 
-def in_place(one: Definition, caller: Definition) -> Definition | None:
-    """The function `caller` with the body of `one` in place of its only call. None unless `one` is a function of at
-    most two assignments and a `return`, and what is passed has the names of the parameters. Assignments can only
+def in_place(callee: Definition, caller: Definition) -> Definition | None:
+    """The function `caller` with the body of `callee` in place of its only call. None unless `callee` is a function of
+    at most two assignments and a `return`, and what is passed has the names of the parameters. Assignments can only
     precede a call whose result is assigned or iterated."""
-    function, calling = _parsed(one.text), _parsed(caller.text)
+    function, calling = _parsed(callee.text), _parsed(caller.text)
     if not isinstance(function, ast.FunctionDef) or not isinstance(calling, ast.FunctionDef):
         return None
     docstring, *assignments, last = function.body
@@ -277,26 +279,26 @@ def in_place(one: Definition, caller: Definition) -> Definition | None:
         return None
     if isinstance(last.value, ast.Name) and (assignments or last.value.id not in parameters):
         return None
-    lines, call = caller.text.splitlines(), f"{one.name}({', '.join(parameters)})"
+    lines, call = caller.text.splitlines(), f"{callee.name}({', '.join(parameters)})"
     at = next((number for number, line in enumerate(lines) if call in line), None)
     if at is None:
         return None
     names, bound = _all_names(calling), {name for node in assignments for name in _all_names(node, ast.Store)}
-    if names.count(one.name) > 1 or bound & {*names}:
+    if names.count(callee.name) > 1 or bound & {*names}:
         return None
     if not lines[at].endswith((f" = {call}", f" in {call}:")) and (assignments or not isinstance(last.value, ast.Call)):
         return None
     indent = " " * (len(lines[at]) - len(lines[at].lstrip()) - last.col_offset)
-    body = [indent + line for line in one.text.splitlines()[docstring.end_lineno : last.lineno - 1]]
-    lines[at : at + 1] = [*body, lines[at].replace(call, ast.get_source_segment(one.text, last.value) or "")]
+    body = [indent + line for line in callee.text.splitlines()[docstring.end_lineno : last.lineno - 1]]
+    lines[at : at + 1] = [*body, lines[at].replace(call, ast.get_source_segment(callee.text, last.value) or "")]
     text = "\n".join(lines)
     return replace(caller, text=text, uses=_names(text))
 
 
 def _all_names(node: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> list[str]:
     """Every name in a piece of code, as often as it occurs."""
-    found = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, context))
-    return [name.id for name in found]
+    names = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, context))
+    return [name.id for name in names]
 
 
 def _dedented(lines: list[str], columns: int) -> list[str]:
@@ -321,8 +323,8 @@ def _position_of_value(node: ast.stmt, lines: list[str], text: str) -> tuple[int
     return before + node.value.col_offset, before + (node.value.end_col_offset or 0)
 
 
-def _ours(found: Import) -> bool:
-    return found.module.partition(".")[0] == __name__.partition(".")[0]
+def _ours(imported: Import) -> bool:
+    return imported.module.partition(".")[0] == __name__.partition(".")[0]
 
 
 # ---- collecting the definitions that a script needs, and ordering them
@@ -381,8 +383,8 @@ class Assembly:
                 lines[_standard(imported.module)].append(f"import {imported.module}{imported.renamed}")
             else:
                 from_module.setdefault(imported.module, []).append(imported)
-        for module, those in from_module.items():
-            names = ", ".join(f"{imported.name}{imported.renamed}" for imported in sorted(those, key=_by_kind))
+        for module, imported_names in from_module.items():
+            names = ", ".join(f"{imported.name}{imported.renamed}" for imported in sorted(imported_names, key=_by_kind))
             lines[_standard(module)].append(f"from {module} import {names}")
         return "\n\n".join("\n".join(group) for group in lines.values() if group)
 
@@ -409,31 +411,34 @@ class Assembly:
         }
         ordered = []
 
-        def take(one: Definition) -> None:
-            for used in one.uses:
+        def take(definition: Definition) -> None:
+            for used in definition.uses:
                 if used in waiting:
                     take(waiting.pop(used))
-            ordered.append(one)
+            ordered.append(definition)
 
         while waiting:
             take(waiting.pop(next(iter(waiting))))
         return ordered
 
-    def _position(self, one: Definition) -> tuple[int, int]:
+    def _position(self, definition: Definition) -> tuple[int, int]:
         """The sort key of a definition: settings, data, model, program, then the strategy's own definitions."""
         *_, workload, _, base = self.order
-        if one.name in base.definitions:
-            return (0 if one.value else 3, base.definitions[one.name].line)
-        return (2 if one.home == workload.module else 1 if of_a_workload(one.home) else 4, one.line)
+        if definition.name in base.definitions:
+            return (0 if definition.value else 3, base.definitions[definition.name].line)
+        return (
+            2 if definition.home == workload.module else 1 if of_a_workload(definition.home) else 4,
+            definition.line,
+        )
 
 
 def _standard(module: str) -> bool:
     return module.partition(".")[0] in sys.stdlib_module_names
 
 
-def _by_kind(one: Import) -> tuple[int, str]:
+def _by_kind(imported: Import) -> tuple[int, str]:
     """CONSTANTS, then Classes, then functions."""
-    name = one.name or ""
+    name = imported.name or ""
     return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name)
 
 

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from labkit.common.arguments import shown
 from labkit.common.files import write_atomically
 from labkit.common.text import visible_line
+from labkit.record import packed
 from labkit.record.documents import (
     Guesses,
     LaunchPlan,
@@ -90,7 +91,8 @@ class RunFolder:
 
     @classmethod
     def find(cls, name: str, root: Path | None = None) -> RunFolder:
-        """The run called `name`: a path, the name of a folder, its beginning or end, or `last`.
+        """The run called `name`: a path, the name of a folder, its beginning or end, or `last`; the path of a zip that
+        `labkit pack` has written, or `shipped:` and the name of a run that comes with the lab.
 
         Raises `LookupError`, one sentence that lists the newest runs.
         """
@@ -98,6 +100,8 @@ class RunFolder:
             raise LookupError("the name of the run is empty; give the name of a run, its path, or last")
         if "\0" not in name and os.path.lexists(Path(name) / "spec.json"):
             return cls(name)
+        if "\0" not in name and packed.is_packed(name):
+            return cls(packed.opened(name))
         runs = cls.all(root)
         if name == "last" and runs:
             return runs[-1]

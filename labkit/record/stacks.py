@@ -17,7 +17,8 @@ MESSAGE_LIMIT = 1 << 12  # characters of an error's message, which findings sear
 
 _FRAME = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+)(?:,? in (?P<function>\S+))?')
 _THREAD = re.compile(r"^(?P<current>Current thread|Thread) .*\(most recent call first\):$", re.MULTILINE)
-LIBRARIES = ("site-packages", "/lib/python", "/labkit/probe/")  # parts of paths that do not belong to a script
+# parts of paths that do not belong to a script
+LIBRARIES = ("site-packages", "/lib/python", "/labkit/probe/", "/labkit/record/")
 RUNNER = str(
     Path(__file__).parents[1] / "probe" / "runner.py"
 )  # frames of this file, and those outside of it, are not the script's

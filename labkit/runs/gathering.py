@@ -135,16 +135,16 @@ def _check(folders: Sequence[RunFolder], target: Path) -> None:
 def _copied(source: RunFolder, target: RunFolder, rank: int) -> None:
     """Copies the events and the output of a rank, plain files only."""
     pairs = [(source.events_of(rank), target.events_of(rank))]
-    pairs += [(steps_path(one), steps_path(other)) for one, other in pairs]
+    pairs += [(steps_path(original), steps_path(copy)) for original, copy in pairs]
     pairs += [(source.crash_of(rank), target.crash_of(rank)), (source.position_of(rank), target.position_of(rank))]
     for stream in ("stdout", "stderr"):
         for (_, of), path in source.log_files(stream).items():
             if of == rank:
                 pairs.append((path, target.path / path.relative_to(source.path)))
-    for one, other in pairs:
-        if one.exists():
-            other.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with source.open(one) as file, open(other, "xb") as made:
+    for original, copy in pairs:
+        if original.exists():
+            copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with source.open(original) as file, open(copy, "xb") as made:
                 shutil.copyfileobj(file, made)
 
 

@@ -137,8 +137,8 @@ def _checked(figure: Guessable, value: Any) -> Guessed | dict[str, float]:
 def pending(ranks: int) -> list[Guess]:
     """What waits for a run of `ranks` ranks. Raises `SpecError` for a prediction of a rank that the run does not
     have."""
-    found = [guess for guess in PENDING.values() if not guess.figure.compared]
-    for guess in found:
+    pending = [guess for guess in PENDING.values() if not guess.figure.compared]
+    for guess in pending:
         last = max(guess.guessed) if isinstance(guess.guessed, Mapping) else -1
         if last >= ranks:
             raise SpecError(
@@ -146,7 +146,7 @@ def pending(ranks: int) -> list[Guess]:
                 f"{guess.figure.name} was predicted for rank {last}, but the last rank of this run is rank {ranks - 1};"
                 f" call guess({guess.figure.name!r}, …) again with the values of {ranks} ranks, or with one value",
             )
-    return found
+    return pending
 
 
 def document(guesses: Sequence[Guess]) -> Guesses | None:

@@ -170,11 +170,11 @@ def _torch_version() -> tuple[int, ...]:
 
 def _cuda_of_torch() -> str:
     """From the file in which torch has it, because importing torch takes seconds."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    torch_spec = importlib.util.find_spec("torch")
+    if torch_spec is None or torch_spec.origin is None:
         return ""
     try:
-        text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+        text = Path(torch_spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return ""
     version = _CUDA.search(text)

@@ -154,8 +154,8 @@ def _not_loading(name: str, package: str, needs: Needs) -> str | None:
 
 def _version_file(package: str) -> Path:
     """A file that every installation of the package rewrites."""
-    found = importlib.util.find_spec(package)
-    return Path(found.origin).with_name("version.py") if found and found.origin else Path()
+    package_spec = importlib.util.find_spec(package)
+    return Path(package_spec.origin).with_name("version.py") if package_spec and package_spec.origin else Path()
 
 
 @lru_cache(maxsize=1)

@@ -205,6 +205,37 @@ def tab_of(fields: dict | None = None) -> CompareTab:
     )
 
 
+def test_three_questions_are_ready_that_the_settings_can_answer(monkeypatch):
+    started = []
+    monkeypatch.setattr(Comparing, "start", lambda self: started.append([spec.strategy for spec in self.specs]) or self)
+    tab = tab_of()
+    tab.refresh()
+    questions = [card.question for card in tab._cards]
+    assert len({question.title for question in questions}) == 3
+    refused = {name for name, box in tab._boxes.items() if box.disabled and name != "single"}
+    assert refused and not any(refused & {*question.strategies} for question in questions)
+    card = tab._cards[1]
+    card.button.click()
+    assert started == [["single", *card.question.strategies]]
+    assert {name for name, box in tab._boxes.items() if box.value} == {*started[0]}
+
+
+def test_without_a_question_that_can_be_answered_the_tab_says_why():
+    tab = tab_of({"workload": "mlp", "nproc": 3, "device": "cpu", "batch_size": 64})
+    tab.refresh()
+    assert [card.widget.layout.display for card in tab._cards] == ["none"] * 3
+    assert "No ready comparison can run with these settings: " in tab._view.widget.value
+    assert "64" in tab._view.widget.value, "the batch cannot be split over three ranks"
+
+
+def test_a_question_about_several_ranks_is_not_asked_of_one(monkeypatch):
+    monkeypatch.setattr(Comparing, "start", lambda self: self)
+    tab = tab_of({"workload": "mlp", "nproc": 1, "device": "cpu", "batch_size": 64})
+    tab.refresh()
+    tab._cards[0].button.click()
+    assert [spec.nproc for spec in tab.comparing.specs] == [1, 2]
+
+
 def test_the_newest_comparison_is_known_by_its_tensors(runs):
     single, ddp = (
         finished_folder(runs, "single", 1, 0.05, tensors=True),
@@ -218,7 +249,7 @@ def test_the_newest_comparison_is_known_by_its_tensors(runs):
 def test_the_tab_shows_the_newest_comparison_or_what_it_will_do(runs):
     tab = tab_of()
     tab.opened()
-    assert "Compare trains the same model with each selected strategy" in tab._view.widget.value
+    assert "trains the same model with each of these strategies" in tab._view.widget.value
     finished_folder(runs, "single", 1, 0.08, tensors=True)
     finished_folder(runs, "ddp", 2, 0.05, tensors=True)
     tab = tab_of()

@@ -154,6 +154,12 @@ def test_a_killed_rank_is_the_cause_and_not_those_that_complain(complaint):
     assert found.evidence == "SIGKILL" and "killed from outside" in found.cause and len(findings(state)) == 1
 
 
+def test_a_rank_killed_by_the_injected_fault_was_not_killed_from_outside():
+    state = fold(spec(fault="killed_rank"), start(0, 1), steps(0), steps(1), status("failed", rank0=-15, rank1=-9))
+    cause = first(state, "first_failure").cause
+    assert "the injected fault: a rank is killed" in cause and "outside" not in cause
+
+
 def test_a_complaint_is_not_called_first_before_torchrun_has_reported():
     going = fold(spec(), start(0, 1), error(0, GONE), status("running"))
     found = first(going, "first_failure")

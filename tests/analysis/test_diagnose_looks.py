@@ -47,17 +47,17 @@ FOUND: dict[str, tuple[str, ...]] = {
     "restored_by_the_first_rank": (
         DRIFT,
         "equal gradients and made different updates",
-        "loading a checkpoint on one rank",
+        "a checkpoint was loaded on one rank",
     ),
     "restored_by_the_second_rank": (
         DRIFT,
         "equal gradients and made different updates",
-        "loading a checkpoint on one rank",
+        "a checkpoint was loaded on one rank",
     ),
     "restored_and_reduced_by_hand": (
         DRIFT,
         "equal gradients and made different updates",
-        "loading a checkpoint on one rank",
+        "a checkpoint was loaded on one rank",
     ),
     "one_more_to_log": (EXTRA, "in a step between 7 and 8", "9 on rank 0, 8 on rank 1 after step 8"),
     "one_more_before_the_steps": (EXTRA, "rank 0 called", "before the first step", "1 on rank 0, 0 on rank 1"),

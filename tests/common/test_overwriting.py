@@ -13,7 +13,7 @@ from foreign import bind
 from profiled_steps import timeline_event
 
 from labkit.common.files import MARK, write_output
-from labkit.course.exercises.book import Book
+from labkit.course.exercises import Book
 from labkit.launch import job
 from labkit.launch.leases import Lease, LeaseError, tickets
 from labkit.plan.spec import Spec

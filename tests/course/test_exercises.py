@@ -21,9 +21,7 @@ from places import ROOT
 import labkit
 from labkit import Run, check, my_progress
 from labkit.analysis.guess import FIGURES
-from labkit.course.exercises import LABS, Exercise, Wrong, exercise, exercises, is_empty
-from labkit.course.exercises.book import Book, Noted
-from labkit.course.scores import Score
+from labkit.course.exercises import LABS, Book, Exercise, Noted, Score, Wrong, exercise, exercises, is_empty
 from labkit.record.folder import RunFolder
 from labkit.runs.guesses import Guess, document
 from labkit.runs.notebook import NAME

@@ -13,7 +13,7 @@ from answers.collectives import RIGHT
 from labkit import check
 from labkit.analysis.theory import collectives as plans
 from labkit.course import pictures
-from labkit.course.pictures import rounds
+from labkit.course.pictures.collectives import _cells, _name
 from labkit.figures import rank_colour
 
 pictured = pictures.collectives
@@ -139,7 +139,7 @@ def test_a_picture_has_an_arrow_for_every_message_in_its_round(name, by, n):
         assert sorted(arrows) == sorted(rank_colour(one.source) for one in messages)
         labels = [one["text"] for one in texts if not one["showarrow"] and one["xref"] == axis]
         for one in messages:
-            assert ("+" if one.add else "") + "".join(map(rounds._name, one.pieces)) in labels
+            assert ("+" if one.add else "") + "".join(map(_name, one.pieces)) in labels
         thick = [one for one in shapes if one["xref"] == axis and one["type"] == "rect" and one["line"]["width"] > 1]
         assert len(thick) == sum(len(one.pieces) for one in messages), (
             "chunks received in this round have a thick border"
@@ -153,7 +153,7 @@ def test_a_picture_ends_with_the_result_of_the_collective(name, by):
     for rank, text in enumerate(figure.data[-1].hovertext):
         has = dict(re.findall(r"(\S+?): (\S+?)(?:,|$)", text.partition(" has ")[2]))
         for piece in plan.goal[rank]:
-            assert has[rounds._name(piece)] == ("Σ" if adds else rounds._name(piece))
+            assert has[_name(piece)] == ("Σ" if adds else _name(piece))
 
 
 def test_pictures_have_no_background_and_use_the_colours_of_ranks():
@@ -165,9 +165,7 @@ def test_pictures_have_no_background_and_use_the_colours_of_ranks():
 
 def test_cells_of_different_ranks_do_not_overlap():
     for n in range(2, 9):
-        cells = [
-            (left, low, side) for rank in range(n) for _, left, low, side in rounds._cells(plans.all_reduce(n), rank)
-        ]
+        cells = [(left, low, side) for rank in range(n) for _, left, low, side in _cells(plans.all_reduce(n), rank)]
         for number, (left, low, side) in enumerate(cells):
             for other_left, other_low, _ in cells[number + 1 :]:
                 assert abs(left - other_left) > side - 1e-6 or abs(low - other_low) > side - 1e-6

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -13,7 +14,9 @@ from fabricate import FakeRun
 from folded import apply
 
 from labkit import figures
-from labkit.figures.model import LIMIT, Axis, Line, ceiling, ticks
+from labkit.figures.as_plotly import parts
+from labkit.figures.as_svg import drawing
+from labkit.figures.model import LIMIT, Axis, Bars, Chart, Line, Marks, ceiling, ticks
 from labkit.record.follow import Follower
 from labkit.record.state import RunState
 
@@ -62,7 +65,7 @@ def test_throughput_counts_every_rank_once(fake):
 def test_memory_is_in_the_unit_that_its_axis_says(fake):
     figure = figures.figure("memory", state_of(fake))
     assert figure.layout.yaxis.title.text == "MiB"
-    assert "bytes of live tensors (CPU rank)" in figure.layout.title.text
+    assert "live tensors" in figure.layout.title.text
     assert {trace.name: trace.y[-1] for trace in figure.data}["rank 1"] == pytest.approx(13)
     assert figure.data[0].x[0] == pytest.approx(1.05)
 
@@ -244,3 +247,24 @@ def test_every_further_optimizer_has_a_line_at_its_own_steps():
     assert "optG" in figures.svg("loss", state) and state.broken == 0
     apply(state, {"kind": "losses", "t": 5.0, "rank": 0, "optimizer": 1, "points": [[6, None]]})
     assert figures.chart("loss", state).lines[-1].points() == ([2, 4], [2.5, 4.5])  # as far as all ranks have come
+
+
+@pytest.mark.parametrize(("level", "end"), [(15.0, 20.0), (500.0, 15.0)])
+def test_a_mark_far_above_the_bars_stands_at_the_edge_with_its_number(level, end):
+    x, y = Axis("", categories=("rank 0", "rank 1")), Axis("ms per step")
+    chart = Chart("phases", "Phases", x, y, (), (Bars("forward", "#000000", (10.0, 8.0)),))
+    drawn = replace(chart, marks=(Marks("guess", "#E6007A", (level, None)),)).drawn()
+    assert drawn.y_span == (0.0, end) and 10 < drawn.height_of(level) < end
+    data, layout = parts(drawn)
+    assert data[-1]["text"] == [f"{level:g} ms"]
+    assert layout["annotations"][0]["text"] == ("guess ↑ 500 ms" if level == 500 else "guess")
+    assert ("↑ 500 ms" in drawing(drawn, 560, 220)) == (level == 500)
+
+
+def test_a_mark_comes_back_from_the_edge_when_the_bars_have_grown():
+    x, y, mark = Axis("", categories=("rank 0",)), Axis("ms"), (Marks("guess", "#E6007A", (50.0,)),)
+    low, high = (
+        Chart("phases", "Phases", x, y, (), (Bars("forward", "#000000", (top,)),), marks=mark) for top in (10.0, 40.0)
+    )
+    assert low.signature != high.signature, "a page that continued the chart would leave the mark at the edge"
+    assert high.drawn().height_of(50.0) == 50.0

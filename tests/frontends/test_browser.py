@@ -65,8 +65,8 @@ def test_the_panel_of_lab_00(page, jupyter):
     static_output_is_in_the_notebook(page, "finished")
 
     see(panel)
-    panel.get_by_label("Length").fill("100000")  # it trains until Stop is pressed
-    panel.get_by_label("Length").press("Tab")
+    panel.get_by_label("Train for", exact=True).fill("100000")  # it trains until Stop is pressed
+    panel.get_by_label("Train for", exact=True).press("Tab")
     panel.locator(".labkit-run").click()
     wait_for_words(panel, "training")
     wait_until(lambda: points(panel, "loss") > 2, 120)
@@ -244,7 +244,11 @@ def test_strategies_are_chosen_and_compared(page, jupyter):
     sync_api.expect(panel.locator(".labkit-explanation")).to_contain_text("a shard of each split matrix per rank")
     panel.get_by_role("tab", name="Compare").click()
     tab = panel.locator(".labkit-compare")
-    sync_api.expect(tab.get_by_label("CP")).to_be_disabled()
+    sync_api.expect(tab.locator(".labkit-card:visible")).to_have_count(3)
+    picture(page, "7-questions")
+    sync_api.expect(tab.locator(".labkit-boxes")).to_be_hidden()
+    tab.get_by_role("button", name="Choose yourself").click()
+    sync_api.expect(tab.get_by_label("CP", exact=True)).to_be_disabled()
     tab.get_by_label("FSDP2", exact=True).uncheck()
     tab.get_by_label("TP", exact=True).check()
     picture(page, "7-compare-chosen")

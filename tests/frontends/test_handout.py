@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from fabricate import FakeRun
+from fabricate import FakeRun, finished_folder
 from handouts import PLOTLY, ask, code, figure, finished_run, notebook, page, printed, shown
 from nbformat.v4 import new_markdown_cell, new_output
 
+from labkit import Spec, diff_scripts, write_script
 from labkit.course.exercises import check, exercise
 from labkit.frontends.handout import LabError, RunError, run_page
 from labkit.frontends.handout.lab import STUDENT, TEACHER, page_of
@@ -45,14 +46,33 @@ def test_page_has_prose_code_and_outputs():
     assert "&lt;Run" not in body
 
 
-def test_printed_script_and_diff_are_coloured_and_long_ones_folded():
-    body = page(
-        code("print(diff_scripts(a, b))", printed("-old\n+new\n")),
-        code("print(write_script(spec))", printed("import torch\n" * 60)),
-    )
-    assert '<span class="gd">-old</span>' in body
-    assert "<summary>The script · 60 lines</summary>" in body
-    assert '<span class="kn">import</span>' in body
+def test_scripts_and_diffs_of_a_lab_are_coloured():
+    ddp = Spec(strategy="ddp", nproc=2)
+    shown_as_html = [
+        {"text/html": code._repr_html_(), "text/plain": str(code)}
+        for code in (diff_scripts(Spec(strategy="single"), ddp), write_script(ddp))
+    ]
+    body = page(*(code("it", shown(**data)) for data in shown_as_html))
+    assert re.search(r'<span style="background-color:[^"]*">\+ +model = DistributedDataParallel', body)
+    assert "<summary>train.py: " in body
+    assert re.search(r'<span style="color:[^"]*font-weight:600">import</span>', body)
+
+
+def test_on_paper_a_lab_has_one_script_and_each_diff_once(fake, runs):
+    fake.folder.script.write_text("import torch\n", encoding="utf-8")
+    other = finished_folder(runs, "fsdp2", 2, step_seconds=0.1)
+    other.script.write_text("import torch\n", encoding="utf-8")
+    names = [fake.folder.name, fake.folder.name, other.name]
+    made = page(*(code("run", labkit_runs=[name]) for name in names), runs=runs)
+    kinds = re.findall(r'<details class="(code[^"]*)"><summary>(Script|Diff)', made)
+    assert kinds == [
+        ("code", "Script"),
+        ("code", "Diff"),
+        ("code screen", "Script"),
+        ("code screen", "Diff"),
+        ("code screen", "Script"),
+        ("code", "Diff"),
+    ]
 
 
 def test_answers_and_verdicts_are_for_those_who_may_see_them():

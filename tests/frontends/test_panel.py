@@ -79,6 +79,7 @@ def test_the_workload_brings_its_batch_and_options():
         for widget in choices._options.popover.children
         if hasattr(widget, "description") and widget.description
     ] == [
+        "precision",
         *(option.name for option in STRATEGIES["ddp"].options),
         *(option.name for option in COMMON),
         "size",

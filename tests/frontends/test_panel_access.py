@@ -30,7 +30,7 @@ TABS = {
     "Logs": ".labkit-log-line",
     "Timeline": ".labkit-timeline .main-svg",
     "Memory": ".labkit-memory .main-svg",
-    "Compare": ".labkit-compare-run",
+    "Compare": ".labkit-card button",
 }
 
 NAMELESS = f"""panel => {{

@@ -95,7 +95,7 @@ def traces(monkeypatch) -> Traces:
 @pytest.fixture
 def lab(traces) -> Lab:
     lab = Lab(strategy="ddp", **ASKED)
-    wait_until(lambda: "Next run (expected) DDP" in strip(lab))
+    wait_until(lambda: "What each rank will hold and send (by formula) DDP" in strip(lab))
     return lab
 
 
@@ -117,10 +117,10 @@ def test_predict_fills_the_strip_and_the_memory_tab_before_the_run(lab, traces):
     button(lab).click()
     assert (button(lab).description, button(lab).disabled) == ("Predicting…", True)
     wait_until(lambda: "Predicting: the script is traced" in strip(lab))
-    assert "Next run (expected) DDP" in strip(lab), "the formulas stay until there is more"
+    assert "What each rank will hold and send (by formula) DDP" in strip(lab), "the formulas stay until there is more"
     button(lab).click()
     traces.go.set()
-    wait_until(lambda: "Next run (predicted) DDP · mlp on digits · 2 ranks" in strip(lab))
+    wait_until(lambda: "What each rank will hold and send (predicted) DDP · mlp on digits · 2 ranks" in strip(lab))
     assert "(simulated)" in strip(lab) and "Predicting" not in strip(lab)
     for cell in ("0–1", "backward", size(10 * MIB), size(7 * MIB), size(5 * MIB)):
         assert f"<td>{cell}</td>" in strip(lab)
@@ -154,7 +154,7 @@ def test_a_step_on_another_machine_is_modelled_for_its_gpus(lab, traces, monkeyp
     wait_until(lambda: "a step takes 2 ms (1 ms to 3 ms), 9 samples/s" in strip(lab))
     assert "Modelled for 8 × A100" in strip(lab) and asked == [("cuda", "a100x8")]
     lab._view.predict.machine.value = "here"
-    wait_until(lambda: "Next run (expected) DDP" in strip(lab))
+    wait_until(lambda: "What each rank will hold and send (by formula) DDP" in strip(lab))
     lab._view.predict.machine.value = "a100x8"
     wait_until(lambda: "a step takes 2 ms" in strip(lab))
     assert len(asked) == 1, "it was kept"
@@ -168,9 +168,9 @@ def test_memory_is_shown_while_the_time_of_a_step_is_measured(lab, traces):
     wait_until(lambda: "The time of a step is being predicted" in strip(lab) and bars(lab))
     assert f"<td>{size(10 * MIB)}</td>" in strip(lab) and button(lab).description == "Predicting…"
     lab._choices.strategy.value = "zero1"
-    wait_until(lambda: "Next run (expected) ZeRO-1" in strip(lab))
+    wait_until(lambda: "What each rank will hold and send (by formula) ZeRO-1" in strip(lab))
     lab._choices.strategy.value = "ddp"
-    wait_until(lambda: "Next run (predicted) DDP" in strip(lab))
+    wait_until(lambda: "What each rank will hold and send (predicted) DDP" in strip(lab))
     assert "being predicted" not in strip(lab), "it was cancelled"
     button(lab).click()
     traces.measured.set()
@@ -181,12 +181,12 @@ def test_memory_is_shown_while_the_time_of_a_step_is_measured(lab, traces):
 def test_what_another_choice_was_predicted_is_not_shown(lab, traces):
     traces.go.set()
     button(lab).click()
-    wait_until(lambda: "Next run (predicted) DDP" in strip(lab) and bars(lab))
+    wait_until(lambda: "What each rank will hold and send (predicted) DDP" in strip(lab) and bars(lab))
     lab._choices.strategy.value = "zero1"
-    wait_until(lambda: "Next run (expected) ZeRO-1" in strip(lab))
+    wait_until(lambda: "What each rank will hold and send (by formula) ZeRO-1" in strip(lab))
     assert bars(lab) == ()
     lab._choices.strategy.value = "ddp"
-    wait_until(lambda: "Next run (predicted) DDP" in strip(lab) and bars(lab))
+    wait_until(lambda: "What each rank will hold and send (predicted) DDP" in strip(lab) and bars(lab))
     assert len(traces.begun) == 1, "it was in the cache"
 
 
@@ -196,13 +196,13 @@ def test_another_choice_cancels_the_prediction_and_can_be_predicted_at_once(lab,
     lab._choices.strategy.value = "zero1"
     assert (button(lab).description, button(lab).disabled) == ("Predict", False)
     wait_until(lambda: [spec.strategy for spec in traces.cancelled] == ["ddp"])
-    wait_until(lambda: "Next run (expected) ZeRO-1" in strip(lab))
+    wait_until(lambda: "What each rank will hold and send (by formula) ZeRO-1" in strip(lab))
     button(lab).click()
     traces.go.set()
-    wait_until(lambda: "Next run (predicted) ZeRO-1" in strip(lab) and bars(lab))
+    wait_until(lambda: "What each rank will hold and send (predicted) ZeRO-1" in strip(lab) and bars(lab))
     assert [spec.strategy for spec in traces.begun] == ["ddp", "zero1"] and not button(lab).disabled
     lab._choices.strategy.value = "ddp"
-    wait_until(lambda: "Next run (expected) DDP" in strip(lab))
+    wait_until(lambda: "What each rank will hold and send (by formula) DDP" in strip(lab))
     assert "failed" not in strip(lab), "a cancelled prediction can be made again"
 
 
@@ -220,7 +220,7 @@ def test_a_trace_that_fails_is_one_sentence_above_the_formulas(lab, traces):
     traces.go.set()
     button(lab).click()
     wait_until(lambda: "Predicted by formulas, because rank 0 ended with ValueError: &lt;odd&gt;." in strip(lab))
-    assert "Next run (expected) DDP" in strip(lab) and bars(lab) == ()
+    assert "What each rank will hold and send (by formula) DDP" in strip(lab) and bars(lab) == ()
     assert not button(lab).disabled
 
 
@@ -239,8 +239,8 @@ def test_a_recorded_run_is_not_predicted(lab, runs):
     folder = finished_folder(runs, "ddp", 2, 0.05)
     lab._recorded.refresh()
     lab._recorded.choose(str(folder.path))
-    wait_until(lambda: lab._run_button.description == "▶ Play" and not lab._run_button.disabled)
-    assert button(lab).disabled
+    wait_until(lambda: lab._open is not None and not lab._starting)
+    assert button(lab).disabled and button(lab).layout.display == "none"
     lab._choose("")
     assert not button(lab).disabled
 

@@ -16,6 +16,7 @@ from labkit.frontends.panel.presentation import Presentation
 from labkit.frontends.panel.recorded import under_way
 from labkit.record.folder import RunFolder
 from labkit.record.follow import recorded_words
+from labkit.record.packed import shipped
 
 
 @pytest.fixture
@@ -103,6 +104,23 @@ def test_a_new_panel_says_what_is_under_way(fake):
     assert under_way() == ""
 
 
+def test_a_run_that_comes_with_the_lab_is_opened(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lab = Lab()
+    lab._recorded.which.value = "shipped:ddp-x2"
+    opened(lab)
+    assert "DDP: CNN on digits, 2 ranks" in lab._recorded.widgets[0].value
+    lab._view.replay.to_step(20)
+    wait_until(lambda: lab._view.state.step == 20)
+
+
+def test_runs_with_the_same_line_are_told_apart(runs):
+    for _ in range(2):
+        finished_folder(runs, "ddp", 2, step_seconds=0.1)
+    lines = [line for line, path in Lab()._recorded.which.options if path and path not in shipped()]
+    assert len(set(lines)) == 2 and all("10 steps" in line for line in lines)
+
+
 def test_two_runs_are_replayed_in_step(recorded, runs):
     """The second one takes twice as long for a step."""
     slow = finished_folder(runs, "fsdp2", 2, step_seconds=0.1)
@@ -129,7 +147,7 @@ def test_logs_of_a_recording_say_that_they_are_whole(recorded, monkeypatch):
 
 def test_a_recorded_run_is_chosen_and_closed(recorded):
     lab = Lab(strategy="single")
-    assert [path for _, path in lab._recorded.which.options] == ["", str(recorded.path)]
+    assert [path for _, path in lab._recorded.which.options][:2] == ["", str(recorded.path)]
     lab._recorded.which.value = str(recorded.path)
     wait_until(lambda: lab._head.children == lab._recorded.widgets)
     lab._recorded.refresh()
@@ -155,7 +173,7 @@ def test_only_a_run_that_is_over_can_be_opened(fake):
         Lab(recorded="last")
     with pytest.raises(SpecError, match="there is no run 'nowhere'"):
         Lab(recorded="nowhere")
-    assert [path for _, path in Lab()._recorded.which.options] == [""]
+    assert all(path in ("", *shipped()) for _, path in Lab()._recorded.which.options)
 
 
 def test_a_recording_that_cannot_be_read_is_one_sentence(recorded, monkeypatch):

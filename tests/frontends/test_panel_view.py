@@ -20,7 +20,7 @@ from labkit.frontends.panel.charts import CAP, LIVE, WHOLE, Charts, Feed
 from labkit.frontends.panel.logs import Logs
 from labkit.frontends.panel.machine import MachinePicture
 from labkit.frontends.panel.view import RunView
-from labkit.frontends.panel.words import finding_html, progress_html, state_html
+from labkit.frontends.panel.words import finding_html, progress_html, state_html, what_html
 from labkit.record.documents import Status
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
@@ -68,6 +68,35 @@ def test_a_view_follows_a_run_and_stops_it(fake):
     assert "stopped" in view.words.value
     assert ended == [(fake.folder.name, "stopped")]
     assert not view.busy
+
+
+def test_a_run_that_is_being_started_can_be_stopped(fake):
+    view = RunView()
+    view.await_run("writing the script")
+    assert "writing the script" in view.words.value
+    view.stop_button.click()
+    assert view.stop_button.disabled and "stopping" in view.words.value
+    view.follow(FakeJob(fake))
+    view.wait(30)
+    assert "stopped" in view.words.value and view.stop_button.disabled
+
+
+def test_a_run_that_cannot_be_started_leaves_nothing_to_stop():
+    view = RunView()
+    view.await_run("writing the script")
+    view.not_started("no port <is> free")
+    assert view.stop_button.disabled and "failed to start" in view.words.value
+    assert "no port &lt;is&gt; free" in view.finding.value
+
+
+def test_the_view_names_the_run_on_screen(fake):
+    view = RunView()
+    assert view._what.value == ""
+    view.follow(FakeJob(fake))
+    wait_until(lambda: view._what.value == what_html(view.state))
+    assert f"{view.state.world_size} ranks" in view._what.value
+    view.stop()
+    view.wait(30)
 
 
 def test_a_stop_that_comes_after_the_end_leaves_its_words(fake):

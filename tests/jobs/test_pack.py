@@ -19,6 +19,7 @@ from commands import called
 from fabricate import FakeRun
 from places import SCHEMAS
 
+from labkit.common import zips
 from labkit.frontends.panel.recorded import Pack
 from labkit.jobs import archive, job_files, portable
 from labkit.plan.spec import Spec, SpecError
@@ -41,7 +42,7 @@ def test_a_packed_job_runs_on_two_nodes_with_bare_torchrun(tmp_path, monkeypatch
     """Both commands at once in the same empty folder, with nothing of labkit in reach of the script."""
     path = archive.pack(job_of("ddp", nodes=2, nproc=2), job_files.Profile(), tmp_path / "job.zip")
     folder = tmp_path / "empty"
-    assert set(archive.unpack(path, folder)) == {entry.filename for entry in zipfile.ZipFile(path).infolist()}
+    assert set(zips.unpack(path, folder)) == {entry.filename for entry in zipfile.ZipFile(path).infolist()}
     assert not [
         line for line in (folder / "train.py").read_text().splitlines() if "labkit" in line and "import" in line
     ]

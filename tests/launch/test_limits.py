@@ -11,7 +11,7 @@ from fabricate import FakeRun
 
 from labkit import SpecError
 from labkit.frontends.doctor import limits as checked
-from labkit.launch.quota import keep_quota
+from labkit.launch.job import keep_quota
 from labkit.launch.starting import LaunchError
 from labkit.record.folder import RunFolder
 from labkit.runs.handle import settle

@@ -18,7 +18,7 @@ from labkit.analysis.summary import summarise
 from labkit.jobs.job_files import Profile, sbatch
 from labkit.jobs.portable import of_spec
 from labkit.launch.job import LaunchError
-from labkit.launch.slurm_client import cancel, job_of
+from labkit.launch.slurm_agent import cancel, job_of
 from labkit.plan.spec import Spec
 from labkit.runs.gathering import submit
 from labkit.runs.handle import Run, with_ranks

@@ -16,7 +16,7 @@ from labkit.cli import parser as cli
 from labkit.cli.commands import act
 from labkit.frontends.panel import Lab
 from labkit.launch.job import Job
-from labkit.launch.warm import client, fork, hash_order
+from labkit.launch.warm import client, fork
 from labkit.launch.warm.client import Cold
 from labkit.plan.spec import Spec
 
@@ -204,8 +204,8 @@ def test_a_script_that_could_depend_on_the_seed_of_hashes_starts_cold(code, tmp_
         (tmp_path / helper).write_text("import train\ndef order(paths):\n    return list(set(paths))\n")
     script = tmp_path / "train.py"
     script.write_text(code)
-    assert hash_order.dependence([script], [str(tmp_path)], {})
-    assert not hash_order.dependence([script], [str(tmp_path)], {"PYTHONHASHSEED": "0"})
+    assert client.dependence([script], [str(tmp_path)], {})
+    assert not client.dependence([script], [str(tmp_path)], {"PYTHONHASHSEED": "0"})
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_script_that_could_depend_on_the_seed_of_hashes_starts_cold(code, tmp_
 def test_a_script_in_which_no_order_depends_on_hashes_may_start_warm(code, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(code)
-    assert hash_order.dependence([script], [str(tmp_path)], {}) == ""
+    assert client.dependence([script], [str(tmp_path)], {}) == ""
 
 
 def test_ranks_that_disagree_about_a_set_do_so_under_the_lab(server, tmp_path):

@@ -17,7 +17,7 @@ from lifetimes import LINUX, ROOT
 
 from labkit.common.files import NotOurs, create, runtime_folder
 from labkit.common.processes import TAG, members, of_folder, tagged, watchdog_tag
-from labkit.launch import remains
+from labkit.launch import watchdog
 from labkit.launch.job import Job
 from labkit.record.folder import RunFolder
 from labkit.record.status import current
@@ -195,14 +195,14 @@ def test_a_watchdog_belongs_to_no_run(bystander, tmp_path):
 def test_a_folder_for_sockets_that_others_can_enter_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp/" + "x" * 60)
     assert runtime_folder().parent == Path("/tmp"), "too long for the path of a socket"
-    monkeypatch.setattr(remains, "runtime_folder", lambda: tmp_path / "open")
-    monkeypatch.setenv(remains.TEMPORARY, "of the run that contains this one")
+    monkeypatch.setattr(watchdog, "runtime_folder", lambda: tmp_path / "open")
+    monkeypatch.setenv(watchdog.TEMPORARY, "of the run that contains this one")
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
     with pytest.raises(NotOurs, match="must be a folder of this user with mode 0700"):
         create(tmp_path / "open")
-    remains.create_temporary(tmp_path / "run")
-    assert remains.TEMPORARY not in os.environ and not remains.temporary(tmp_path / "run").exists()
+    watchdog.create_temporary(tmp_path / "run")
+    assert watchdog.TEMPORARY not in os.environ and not watchdog.temporary(tmp_path / "run").exists()
 
 
 @LINUX
@@ -216,7 +216,7 @@ def test_the_shared_memory_of_other_processes_stays(bystander, tmp_path):
         segment.touch()
     try:
         found = [psutil.Process(mine.pid)]
-        remains.end_all(tmp_path, lambda: [one for one in found if mine.poll() is None], 0.0, known=[named.pid])
+        watchdog.end_all(tmp_path, lambda: found if mine.poll() is None else [], 0.0, known=[named.pid])
         assert [segment.exists() for segment in segments] == [False, True, True]
     finally:
         for segment in segments[1:]:

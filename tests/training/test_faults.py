@@ -52,14 +52,13 @@ def test_the_diagnosis_names_the_fault_and_so_do_replay_and_page(fault):
 def check_replay(folder: RunFolder) -> None:
     """The recorded run opens in the panel, with its script and the diff, and plays to its end."""
     lab = Lab(recorded=folder.path)
-    wait_until(lambda: "ready to play" in lab._view.words.value)
+    wait_until(lambda: lab._open is not None and not lab._starting)
     assert text_of(lab._script.value).strip() == folder.text(folder.script).strip()
     assert "(injected)" in text_of(lab._diff.value)
-    lab._recorded.speed.value = 16.0
-    lab._run_button.click()
-    wait_until(lambda: lab._recording.state.over)
-    lab._view.wait(30)
-    assert f"recorded: {folder.read_status().state}" in text_of(lab._view.words.value)
+    lab._view.replay.set_speed(16.0)
+    lab._view.replay.play()
+    wait_until(lambda: lab._view.state.over)
+    wait_until(lambda: f"recorded: {folder.read_status().state}" in text_of(lab._view.words.value))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

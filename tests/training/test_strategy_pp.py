@@ -20,9 +20,8 @@ from weaving import record
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec, SpecError
 from labkit.setup.machine import Machine
-from labkit.training.strategies import STRATEGIES, pp
+from labkit.training.strategies import SCHEDULE, STRATEGIES, pp
 from labkit.training.strategies.pipelines import cut, holder
-from labkit.training.strategies.shared import SCHEDULE
 from labkit.training.workloads import WORKLOADS, gpt
 
 

@@ -12,6 +12,7 @@ from labkit.analysis.diagnose.known_errors import COLLECTIVE_TIMEOUT, KNOWN_ERRO
 from labkit.common.units import counted, ranks_in_words, size
 from labkit.record.ranks import PEER_GONE
 from labkit.record.stacks import place
+from labkit.training.faults import FAULTS
 
 if TYPE_CHECKING:
     from labkit.record.documents import Failure
@@ -228,6 +229,9 @@ def _cause(state: RunState, failure: Failure) -> str:
         return "another rank is gone; torchrun reports which one, and why, when the run ends"
     if failure.type == "SIGKILL" and state.status.oom_kills:
         return "the kernel killed the process because memory ran out"
+    injected = FAULTS.get(state.spec.fault or "")
+    if failure.type == "SIGKILL" and injected and injected.finding == "first_failure":
+        return f"the injected fault: {injected.title[0].lower()}{injected.title[1:]} in the script itself (fault_step)"
     if failure.type == "SIGKILL":
         unknown = (
             ", or by the kernel because memory ran out (dmesg shows that)" if state.status.oom_kills is None else ""

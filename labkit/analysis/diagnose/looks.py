@@ -413,8 +413,8 @@ def _drift(
     if factors and max(factors) < 1 + _APART:
         return (
             "the replicas",
-            "the optimizers used equal gradients and made different updates: their states differ, such as after "
-            "loading a checkpoint on one rank only, or parameters are changed after step()",
+            "the optimizers used equal gradients and made different updates: their states differ, such as after a"
+            " checkpoint was loaded on one rank only, or parameters are changed after step()",
             "load the optimizer's state on every rank, and compare the ranks' lines after step()",
         )
     if ddp and not everything:

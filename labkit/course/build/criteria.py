@@ -82,13 +82,13 @@ def _definition(value: Any) -> str:
     lines = linecache.getlines(_code(value).co_filename)
     text = "".join(lines)
     try:
-        found = [node for node in ast.walk(ast.parse(text)) if getattr(node, "name", None) == value.__name__]
+        definitions = [node for node in ast.walk(ast.parse(text)) if getattr(node, "name", None) == value.__name__]
     except SyntaxError:  # a cell with magics, which IPython replaces before it compiles
-        found = []
-    found = [node for node in found if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    if not found:
+        definitions = []
+    definitions = [node for node in definitions if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    if not definitions:
         raise Wrong(f"the source code of {value.__name__} was not found; define it with def or class in a cell")
-    node = found[-1]
+    node = definitions[-1]
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return textwrap.dedent("".join(lines[first - 1 : node.end_lineno])).rstrip()
 
@@ -209,9 +209,9 @@ SLACK = 0.02  # of a number of bytes: padding, and numbers that are not part of 
 Bytes = Callable[[Record], float]
 
 
-def ended(found: Sequence[Record | None]) -> list[Record]:
+def ended(records: Sequence[Record | None]) -> list[Record]:
     """The records, if every rank ran to its end and called no finished implementation."""
-    known = [value for value in found if value is not None]
+    known = [value for value in records if value is not None]
     for record in known:
         if record.finished_api:
             raise Wrong(
@@ -227,7 +227,7 @@ def ended(found: Sequence[Record | None]) -> list[Record]:
         others = [f"rank {record.rank} has returned" for record in known if not record.stuck]
         waits = [f"rank {record.rank} {record.stuck}" for record in stuck]
         raise Wrong(f"the answer hangs: {'; '.join(waits + others)}")
-    missing = [rank for rank, record in enumerate(found) if record is None]
+    missing = [rank for rank, record in enumerate(records) if record is None]
     if missing:
         raise Wrong(f"the answer must run: rank {missing[0]} ended without a result; see Run.attach('last').logs")
     return known

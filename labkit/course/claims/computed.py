@@ -10,8 +10,7 @@ from dataclasses import replace
 from labkit.analysis.theory import theory
 from labkit.analysis.theory.states import RECIPES
 from labkit.common.units import size
-from labkit.course.claims.asked import ask
-from labkit.course.claims.measured import Trials
+from labkit.course.claims.measured import Trials, ask
 from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import DEVICES
@@ -46,13 +45,13 @@ def sixty_five_billion(trials: Trials) -> Ruling:
 
 def seven_billion(trials: Trials) -> Ruling:
     """What each of one and two ranks stores of 7B parameters."""
-    one, two = _states(7e9), _states(7e9) / 2
+    whole, two = _states(7e9), _states(7e9) / 2
     claimed = 28e9, 14e9
     return Ruling(
-        HOLDS if (one, two) == claimed else FAILS,
+        HOLDS if (whole, two) == claimed else FAILS,
         f"By formula: 28 GB are the parameters alone, in 32 bits. With gradients and the state of Adam it is"
-        f" {_gb(one)}, and {_gb(two)} on each of two ranks, without activations.",
-        {"one rank, GB": (one / 1e9,), "each of two, GB": (two / 1e9,)},
+        f" {_gb(whole)}, and {_gb(two)} on each of two ranks, without activations.",
+        {"one rank, GB": (whole / 1e9,), "each of two, GB": (two / 1e9,)},
     )
 
 

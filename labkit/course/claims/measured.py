@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from labkit.analysis.metrics import median, throughput_of_median_steps
 from labkit.common.units import size
-from labkit.course.claims.asked import BEHAVIOUR, ask
 from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
 from labkit.plan.spec import Spec, SpecError
 from labkit.runs.handle import begin, settle
 from labkit.setup.machine import Machine
+
+# ---- code that needs torch
+
+
+_HOME = str(Path(__file__).resolve().parents[3])
+_TIMEOUT = 120.0  # seconds; the first import of torch from a cold disk is slow
+
+
+def ask(code: str) -> tuple[Any, str]:
+    """Runs Python code. Returns the JSON value of its last line of output, and the error as one line; one of them is
+    empty."""
+    path = os.pathsep.join(part for part in (_HOME, os.environ.get("PYTHONPATH")) if part)
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    try:
+        done = subprocess.run(
+            command,
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TIMEOUT,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"no answer within {_TIMEOUT:g} s"
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
+    if done.returncode:
+        return None, lines[-1] if lines else f"exit code {done.returncode}"
+    return json.loads(lines[-1]), ""
+
+
+BEHAVIOUR = "import json; from labkit.course.claims.in_torch.behaviour import behaviour; print(json.dumps(behaviour()))"
+
+
+# ---- runs
+
 
 # ---- the runs behind measured claims
 
@@ -112,8 +151,8 @@ class Trials:
     def ratios(self, job: str, other: str) -> tuple[float, ...]:
         """The ratio of the two jobs' samples per second at their median step, by round."""
         rounds = zip(self.measured.get(job, ()), self.measured.get(other, ()))
-        speeds = [(_speed(one, JOBS[job]), _speed(two, JOBS[other])) for one, two in rounds]
-        return tuple(one / two for one, two in speeds if one and two)
+        speeds = [(_speed(first, JOBS[job]), _speed(second, JOBS[other])) for first, second in rounds]
+        return tuple(first / second for first, second in speeds if first and second)
 
     def runs(self, jobs: Iterable[str]) -> tuple[str, ...]:
         """The names of the runs of these jobs."""

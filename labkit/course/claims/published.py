@@ -63,9 +63,9 @@ def ratios(speeds: Speeds, value: int, other: int) -> tuple[float, ...]:
     return tuple(median(one) / median(two) for one, two in pairs)
 
 
-def _spread(found: tuple[float, ...]) -> str:
-    low, high = quartiles(found)
-    return f"× {median(found):.2f} (half of {counted(len(found), 'pair')} between {low:.2f} and {high:.2f})"
+def _spread(ratios: tuple[float, ...]) -> str:
+    low, high = quartiles(ratios)
+    return f"× {median(ratios):.2f} (half of {counted(len(ratios), 'pair')} between {low:.2f} and {high:.2f})"
 
 
 def _verdict(share: float) -> str:

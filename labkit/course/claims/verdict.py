@@ -106,8 +106,8 @@ class Verdicts(tuple[Verdict, ...]):
         return table
 
 
-def _row(one: Verdict) -> str:
-    says, marked, evidence, how = map(escape, one.cells)
+def _row(verdict: Verdict) -> str:
+    says, marked, evidence, how = map(escape, verdict.cells)
     left = "text-align:left;vertical-align:top"
     cells = (("", says), (";white-space:nowrap;font-weight:bold", marked), ("", evidence), ("", how))
     return "<tr>" + "".join(f'<td style="{left}{more}">{text}</td>' for more, text in cells) + "</tr>"

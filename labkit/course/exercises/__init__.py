@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from typing import Any
 
+from labkit.analysis.guess import FIGURES
+from labkit.analysis.metrics import median
 from labkit.common.arguments import check_type, shown
 from labkit.common.text import escape
-from labkit.course.exercises.book import Book, Noted
-from labkit.course.scores import ELSEWHERE, Score, scores
+from labkit.common.units import counted
 from labkit.figures.tables import marked_html
+from labkit.record.documents import Unreadable, decoded
+from labkit.record.events import Count, Recorded, parse
+from labkit.record.files import NotPlain, read_below
+from labkit.record.folder import RunFolder, runs_root
 
 LABS = {
     "start": "00_start_here",
@@ -229,3 +239,110 @@ class Progress:
 
 def _state(tries: int, done: bool) -> str:
     return "right" if done else "wrong" if tries else "empty"
+
+
+# ---- the learner's record: a small file next to the run folders
+
+
+_MAX_BYTES = 1 << 20
+
+
+class Noted(Recorded):
+    """An exercise: the number of attempts, and whether it is done."""
+
+    tries: Count
+    done: bool
+
+
+class Book:
+    """The record in one file. A file that cannot be read counts as empty and is renamed, to a new name."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    @classmethod
+    def here(cls) -> Book:
+        """The record of this runs folder."""
+        return cls(runs_root() / "exercises.json")
+
+    def read(self) -> dict[str, Noted]:
+        """By exercise, what is noted."""
+        try:
+            noted: dict[str, Noted] = decoded(
+                parse(read_below(self._path.parent, self._path, _MAX_BYTES)), dict[str, Noted]
+            )
+            return noted
+        except (NotPlain, ValueError):
+            aside = (self._path.with_suffix(f".unreadable{number or ''}.json") for number in count())
+            self._path.rename(next(path for path in aside if not os.path.lexists(path)))
+            return {}
+        except OSError:  # there is no such file, or no such folder
+            return {}
+
+    def note(self, name: str, done: bool) -> None:
+        """Counts one attempt. An exercise that was done once stays done."""
+        noted = self.read()
+        before = noted.get(name, Noted(tries=0, done=False))
+        noted[name] = Noted(before.tries + 1, before.done or done)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        RunFolder.write_json(self._path, noted)
+
+
+# ---- how near the learner's predictions were, by lab: from what the runs of this runs folder have stored
+
+
+ELSEWHERE = "elsewhere"  # not in the notebook of a lab
+
+
+@dataclass(frozen=True)
+class Score:
+    """`made` predictions; the `errors` of those that were measured, without sign, as a fraction of the measured value
+    (percentages: the difference). Of several ranks, the one with the largest error counts."""
+
+    made: int
+    errors: tuple[float, ...]
+
+    @property
+    def error(self) -> float | None:
+        """The median error; None if nothing was measured."""
+        return median(self.errors) if self.errors else None
+
+    @property
+    def words(self) -> str:
+        """`3 predictions, median error 12 % (2 measured)`."""
+        said = counted(self.made, "prediction")
+        if self.error is None:
+            return f"{said}, not measured"
+        far = f"{self.error:.0%}".replace("%", " %") if math.isfinite(self.error) else "without limit"
+        return f"{said}, median error {far}" + (f" ({len(self.errors)} measured)" * (len(self.errors) < self.made))
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of plain values; an error without limit (nothing was expected to be measured) is None."""
+        known = self.error is not None and math.isfinite(self.error)
+        return {"made": self.made, "measured": len(self.errors), "median_error": self.error if known else None}
+
+
+def scores(labs: Collection[str]) -> dict[str, Score]:
+    """By the name of one of `labs`, or `ELSEWHERE`: the predictions that runs have stored, of figures of one run. A
+    folder that cannot be read is left out; a run that is under way counts as not measured yet."""
+    made: dict[str, int] = defaultdict(int)
+    errors: dict[str, list[float]] = defaultdict(list)
+    for folder in RunFolder.all():
+        try:
+            guess = folder.read_guess()
+            summary = folder.read_summary()
+        except Unreadable:
+            continue
+        if guess is None:
+            continue
+        outcomes = summary.guess if summary else []
+        lab = guess.notebook if guess.notebook in labs else ELSEWHERE
+        known = {name for name in guess.figures if name in FIGURES and not FIGURES[name].compared}
+        made[lab] += len(known)
+        for name in known:
+            measured = [
+                outcome.error for outcome in outcomes if outcome.figure == name and outcome.measured is not None
+            ]
+            if measured:
+                errors[lab].append(max(math.inf if error is None else abs(error) for error in measured))
+    return {lab: Score(number, tuple(errors[lab])) for lab, number in made.items() if number}

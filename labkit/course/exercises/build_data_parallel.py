@@ -28,7 +28,7 @@ _ALL_REDUCED = "2 (n − 1) / n of the gradients, once per step"
 
 def _naive(answer: Any) -> str:
     check_function(answer, ["model"])
-    records = criteria.ended(records_of("ddp", "naive", answer, _RANKS))
+    records = criteria.ended(records_of("data_parallel", "naive", answer, _RANKS))
     criteria.losses(records)
     criteria.sent_per_step(records, _all_reduced, _ALL_REDUCED)
     return f"the losses are those of one device; a rank sends {criteria.calls_in_words(records[0], 0)} per step"
@@ -36,7 +36,7 @@ def _naive(answer: Any) -> str:
 
 def _hooks(answer: Any) -> str:
     check_class(answer, "whose objects have finish()", ["model"])
-    records = criteria.ended(records_of("ddp", "hooks", answer, _RANKS))
+    records = criteria.ended(records_of("data_parallel", "hooks", answer, _RANKS))
     criteria.losses(records)
     criteria.sent_per_step(records, _all_reduced, _ALL_REDUCED)
     criteria.overlap(records, 0.5)
@@ -45,7 +45,7 @@ def _hooks(answer: Any) -> str:
 
 def _buckets(answer: Any) -> str:
     check_class(answer, "whose objects have finish() and no_sync()", ["model", "bucket_bytes"])
-    records = criteria.ended(records_of("ddp", "buckets", answer, _RANKS))
+    records = criteria.ended(records_of("data_parallel", "buckets", answer, _RANKS))
     criteria.losses(records)
     criteria.sent_per_step(records, _all_reduced, f"{_ALL_REDUCED}, also with two micro-batches")
     _calls(records)
@@ -78,7 +78,7 @@ def _shard(record: Record) -> float:
 def _zero(answer: Any) -> list[Record]:
     """The records of an answer to either stage, which shards the optimizer state and sends as much as DDP."""
     check_class(answer, "whose objects have step()", ["model", "make_optimizer"])
-    records = criteria.ended(records_of("zero", "zero", answer, _RANKS))
+    records = criteria.ended(records_of("data_parallel", "zero", answer, _RANKS))
     criteria.losses(records)
     criteria.sent_per_step(
         records, lambda record: 2 * _unit(record), "a reduce-scatter of the gradients, an all-gather of the parameters"
@@ -119,7 +119,7 @@ _AS_DDP = "it sends no more than DDP does"
 
 def _fsdp(answer: Any) -> str:
     check_class(answer, "of modules", ["layer"])
-    records = criteria.ended(records_of("zero", "fsdp", answer, _RANKS))
+    records = criteria.ended(records_of("data_parallel", "fsdp", answer, _RANKS))
     criteria.losses(records)
     criteria.sent_per_step(records, lambda record: 3 * _unit(record), "two all-gathers and a reduce-scatter")
     shards = "a shard of the parameters and the two moments of Adam"

@@ -23,13 +23,13 @@ def _advice() -> Advice:
 def _layout(answer: Any) -> str:
     if not isinstance(answer, str):
         raise Wrong(f"the answer must be the name of a layout, such as 'FSDP 16', got {answer!r}")
-    found = _advice()
-    chosen = next((estimate for estimate in found.fitting if estimate.layout.title == " ".join(answer.split())), None)
+    advice = _advice()
+    chosen = next((estimate for estimate in advice.fitting if estimate.layout.title == " ".join(answer.split())), None)
     if chosen is None:
         raise Wrong(f"{answer} is not among the layouts that fit; check its name and its memory")
     if chosen.layout.recompute != "none":
         raise Wrong(f"{answer} fits only with recomputation; split the activations instead")
-    fastest = found.fitting[0]
+    fastest = advice.fitting[0]
     if chosen.seconds > _SLOWER * fastest.seconds:
         raise Wrong(
             f"{answer} takes {chosen.seconds / fastest.seconds - 1:.0%} longer than the fastest; which axis costs the"

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.theory import collectives as plans
+from labkit.analysis.theory.collectives import Holding, Message, Piece, Plan, Round
 from labkit.common.units import size
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import checked
 from labkit.figures import rank_colour
 from labkit.figures.as_plotly import as_figure, plain_look
 from labkit.figures.colours import GRID, INK
@@ -23,7 +24,218 @@ from labkit.figures.colours import GRID, INK
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-from labkit.course.pictures.rounds import few_enough, rounds_of
+# ---- the rounds of the algorithms
+
+
+MOST = 8  # ranks in a panel
+
+_FEW = 4  # with up to this many ranks, cells are large enough for text
+
+_ACROSS = 4  # panels per row
+
+_PANEL = 200  # px
+
+_NODE, _ASIDE = 0.17, 0.05  # relative to the circle's radius: a rank's disc, and the sideways offset of an arrow
+
+
+def _rounds_of(plan: Plan) -> go.Figure:
+    states = plan.states()
+    rounds = [(), *plan.rounds]
+    across = min(_ACROSS if plan.n <= _FEW else 3, len(rounds))
+    rows = math.ceil(len(rounds) / across)
+    side = _PANEL if plan.n <= _FEW else _PANEL * _ACROSS / 3
+    layout = plain_look() | {
+        "hovermode": "closest",
+        "title": {
+            "text": f"<b>{plan.title}</b>, {plan.n} ranks, {_count(len(plan.rounds), 'round')}",
+            "x": 0,
+            "xref": "container",
+        }
+        | {"xanchor": "left", "font": {"size": 13}, "y": 1, "yanchor": "top", "pad": {"l": 8, "t": 7}},
+        "width": across * side + 20,
+        "height": rows * side + 40,
+        "margin": {"l": 10, "r": 10, "t": 30, "b": 10},
+        "showlegend": False,
+        "shapes": [],
+        "annotations": [],
+    }
+    data, reach = [], _reach(plan)
+    for number, (messages, state) in enumerate(zip(rounds, states)):
+        row, column = divmod(number, across)
+        suffix = "" if number == 0 else str(number + 1)
+        axis = {
+            "showgrid": False,
+            "zeroline": False,
+            "showticklabels": False,
+            "range": [-reach, reach],
+            "fixedrange": True,
+        }
+        layout[f"xaxis{suffix}"] = axis | {"domain": [column / across, (column + 1) / across], "anchor": f"y{suffix}"}
+        layout[f"yaxis{suffix}"] = axis | {"domain": [1 - (row + 1) / rows, 1 - row / rows], "anchor": f"x{suffix}"}
+        panel = _Panel(plan, state, messages, number, suffix, reach)
+        layout["shapes"] += panel.shapes()
+        layout["annotations"] += panel.annotations()
+        data.append(panel.hover())
+    return as_figure(data, layout)
+
+
+class _Panel:
+    """One round of a plan: `number` 0 is the initial state."""
+
+    def __init__(self, plan: Plan, state: tuple[Holding, ...], messages: Round, number: int, suffix: str, reach: float):
+        self._plan, self._state, self._messages, self._number, self._reach = plan, state, messages, number, reach
+        self._axes = {"xref": f"x{suffix}", "yref": f"y{suffix}"}
+        self._places = [_on_circle(rank, plan.n) for rank in range(plan.n)]
+        self._received = {(message.target, piece) for message in messages for piece in message.pieces}
+
+    def shapes(self) -> list[dict[str, Any]]:
+        """A disc for each rank, and its cells: filled if it has the chunk."""
+        found = []
+        for rank, (x, y) in enumerate(self._places):
+            disc = {"type": "circle", "x0": x - _NODE, "x1": x + _NODE, "y0": y - _NODE, "y1": y + _NODE}
+            found.append(self._axes | disc | {"fillcolor": rank_colour(rank), "line": {"width": 0}})
+            for piece, left, low, side in _cells(self._plan, rank):
+                who = self._state[rank].get(piece, frozenset())
+                share = len(who) / self._plan.n if self._adds else float(bool(who))
+                thick = (rank, piece) in self._received
+                cell = {"type": "rect", "x0": left, "x1": left + side, "y0": low, "y1": low + side}
+                look = {
+                    "fillcolor": f"rgba(128,128,128,{0.25 * share:.2f})",
+                    "line": {"color": INK, "width": 2.5 if thick else 0.7},
+                }
+                found.append(self._axes | cell | look)
+        return found
+
+    def annotations(self) -> list[dict[str, Any]]:
+        """The name of the round, the numbers of the ranks, the contents of the cells, and the messages as arrows."""
+        words = f"round {self._number}" if self._number else "start"
+        found = [self._text(-self._reach, self._reach, f"<b>{words}</b>", 11, xanchor="left", yanchor="top")]
+        for rank, (x, y) in enumerate(self._places):
+            found.append(self._text(x, y, f"<b>{rank}</b>", 12, font_colour="#FFFFFF"))
+            cells = _cells(self._plan, rank) if self._plan.n <= _FEW else ()
+            found += [
+                self._text(left + side / 2, low + side / 2, f"<b>{self._content(rank, piece)}</b>", 10)
+                for piece, left, low, side in cells
+            ]
+        for message in self._messages:
+            found += self._arrow(message)
+        return found
+
+    def hover(self) -> dict[str, Any]:
+        """Hover text: what each rank has."""
+        texts = []
+        for rank in range(self._plan.n):
+            has = ", ".join(
+                f"{_name(piece)}: {self._content(rank, piece)}"
+                for piece, *_ in _cells(self._plan, rank)
+                if piece in self._state[rank]
+            )
+            texts.append(f"rank {rank} has {has or 'nothing'}")
+        xs, ys = zip(*self._places)
+        marker = {"size": 24, "opacity": 0}
+        axes = {"xaxis": self._axes["xref"], "yaxis": self._axes["yref"]}
+        return {
+            "type": "scatter",
+            "mode": "markers",
+            "x": xs,
+            "y": ys,
+            "hovertext": texts,
+            "hoverinfo": "text",
+            "marker": marker,
+        } | axes
+
+    @property
+    def _adds(self) -> bool:
+        return any(message.add for messages in self._plan.rounds for message in messages)
+
+    def _content(self, rank: int, piece: Piece) -> str:
+        who = self._state[rank].get(piece, frozenset())
+        if not who:
+            return ""
+        if not self._adds:
+            return _name(piece)
+        return "Σ" if len(who) == self._plan.n else "".join(map(str, sorted(who)))
+
+    def _arrow(self, message: Message) -> list[dict[str, Any]]:
+        (x0, y0), (x1, y1) = self._places[message.source], self._places[message.target]
+        length = math.hypot(x1 - x0, y1 - y0)
+        dx, dy = (x1 - x0) / length, (y1 - y0) / length
+        gap, left, up = (
+            _NODE + 0.06,
+            -_ASIDE * dy,
+            _ASIDE * dx,
+        )  # sideways offset, so that opposite arrows do not overlap
+        ends = {
+            "ax": x0 + gap * dx + left,
+            "ay": y0 + gap * dy + up,
+            "x": x1 - gap * dx + left,
+            "y": y1 - gap * dy + up,
+        }
+        axes = self._axes | {"axref": self._axes["xref"], "ayref": self._axes["yref"]}
+        head = {
+            "showarrow": True,
+            "arrowhead": 2,
+            "arrowsize": 1.1,
+            "arrowwidth": 1.6,
+            "arrowcolor": rank_colour(message.source),
+            "text": "",
+        }
+        words = ("+" if message.add else "") + "".join(map(_name, message.pieces))
+        near = 0.36  # position of the label on the arrow; there the labels of crossing arrows do not overlap
+        label = self._text(x0 + near * (x1 - x0) - 0.2 * dy, y0 + near * (y1 - y0) + 0.2 * dx, words, 10)
+        return [axes | ends | head, label]
+
+    def _text(self, x: float, y: float, text: str, size: int, font_colour: str = INK, **more: Any) -> dict[str, Any]:
+        return (
+            self._axes
+            | {"x": x, "y": y, "text": text, "showarrow": False, "font": {"size": size, "color": font_colour}}
+            | more
+        )
+
+
+def _cells(plan: Plan, rank: int) -> list[tuple[Piece, float, float, float]]:
+    """The chunks that a rank may have, each with its cell: left edge, lower edge, side. They form a block outside the
+    circle."""
+    pieces = sorted({piece for holding in plan.goal for piece in holding})
+    if isinstance(pieces[0], tuple):
+        pieces = [piece for piece in pieces if piece[1] == rank]
+    most, side = (2, 0.4) if plan.n <= _FEW else (4, 0.27)
+    columns, rows = min(len(pieces), most), math.ceil(len(pieces) / most)
+    x, y = _on_circle(rank, plan.n)
+    left = x * 1.3 + (math.copysign(columns * side / 2, x) if abs(x) > 0.3 else 0.0) - columns * side / 2
+    top = y * 1.3 + (math.copysign(rows * side / 2, y) if abs(y) > 0.3 else 0.0) + rows * side / 2
+    return [(piece, left + k % most * side, top - (k // most + 1) * side, side) for k, piece in enumerate(pieces)]
+
+
+def _reach(plan: Plan) -> float:
+    """The distance of the outermost cells from the centre of a panel, plus a margin."""
+    corners = [(left, low, side) for rank in range(plan.n) for _, left, low, side in _cells(plan, rank)]
+    return 0.45 + max(max(abs(at), abs(at + side)) for left, low, side in corners for at in (left, low))
+
+
+def _name(piece: Piece) -> str:
+    return f"{piece[0]}›{piece[1]}" if isinstance(piece, tuple) else "ABCDEFGH"[piece]
+
+
+def _on_circle(rank: int, n: int) -> tuple[float, float]:
+    """The position of a rank. Ranks go clockwise; the first is at the upper left, or at the top if there are two or
+    three."""
+    angle = math.pi / 2 - 2 * math.pi * rank / n + (math.pi / n if n > 3 else 0.0)
+    return round(math.cos(angle), 6), round(math.sin(angle), 6)
+
+
+def _few_enough(n: int) -> int:
+    if isinstance(n, int) and n > MOST:
+        raise ValueError(f"n must be at most {MOST} for a picture, got {n}")
+    return n
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+# ---- pictures
+
 
 _MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up")
 
@@ -31,38 +243,38 @@ _MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up")
 @checked
 def broadcast(n: int = 4, by: str = "tree") -> go.Figure:
     """A broadcast to `n` ranks (2 to 8) `by` one_by_one, chain or tree."""
-    return rounds_of(plans.broadcast(few_enough(n), by))
+    return _rounds_of(plans.broadcast(_few_enough(n), by))
 
 
 @checked
 def reduce(n: int = 4, by: str = "tree") -> go.Figure:
     """A reduce of `n` ranks (2 to 8) `by` one_by_one or tree."""
-    return rounds_of(plans.reduce(few_enough(n), by))
+    return _rounds_of(plans.reduce(_few_enough(n), by))
 
 
 @checked
 def all_reduce(n: int = 4, by: str = "ring") -> go.Figure:
     """An all-reduce of `n` ranks (2 to 8) `by` root (reduce, then broadcast), tree or ring."""
-    return rounds_of(plans.all_reduce(few_enough(n), by))
+    return _rounds_of(plans.all_reduce(_few_enough(n), by))
 
 
 @checked
 def all_gather(n: int = 4) -> go.Figure:
     """An all-gather of `n` ranks (2 to 8) by a ring."""
-    return rounds_of(plans.all_gather(few_enough(n)))
+    return _rounds_of(plans.all_gather(_few_enough(n)))
 
 
 @checked
 def reduce_scatter(n: int = 4) -> go.Figure:
     """A reduce-scatter of `n` ranks (2 to 8) by a ring."""
-    return rounds_of(plans.reduce_scatter(few_enough(n)))
+    return _rounds_of(plans.reduce_scatter(_few_enough(n)))
 
 
 @checked
 def all_to_all(n: int = 4) -> go.Figure:
     """An all-to-all of `n` ranks (2 to 8): each sends a different chunk to every other rank; `2›0` is from rank 2 to
     rank 0."""
-    return rounds_of(plans.all_to_all(few_enough(n)))
+    return _rounds_of(plans.all_to_all(_few_enough(n)))
 
 
 @checked

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from labkit.analysis.theory import bucket_numbers
 from labkit.common.units import size
 from labkit.course.pictures import canvas
-from labkit.course.pictures.canvas import Box, axis, bars, lane_axis, model_words, wide_layout
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import Box, axis, bars, checked, lane_axis, model_words, wide_layout
 from labkit.figures.as_plotly import as_figure
 from labkit.plan.spec import Spec
 
@@ -51,14 +50,14 @@ def filled(workload: str, bucket_mb: float, **options: Any) -> list[Bucket]:
         for block, cost in reversed(list(zip(spec.workload_row.blocks(spec.options), costs, strict=True)))
         for shape in reversed(block.parameters)
     ]
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     spent = 0.0
     numbers = bucket_numbers((gradient for gradient, _ in gradients), bucket_mb)
     for number, (gradient, cost) in zip(numbers, gradients, strict=True):
         spent += cost
-        earlier = found.pop().bytes if len(found) > number else 0
-        found.append(Bucket(earlier + gradient, spent / sum(costs)))
-    return found
+        earlier = buckets.pop().bytes if len(buckets) > number else 0
+        buckets.append(Bucket(earlier + gradient, spent / sum(costs)))
+    return buckets
 
 
 def sent(

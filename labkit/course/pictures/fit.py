@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.theory.states import RECIPES
 from labkit.common.arguments import check_choice
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import checked
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure, plain_look
 from labkit.prediction.scale.layouts import SHARDINGS
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 @checked
 def states(parameters: float, devices: int, recipe: str = "mixed", memory: float | None = None) -> go.Figure:
     """Bytes of model states per device under DDP and the ZeRO stages, by owner, by formula; `memory` draws a line."""
-    each = RECIPES[check_choice("recipe", recipe, RECIPES)]
-    unit, word = (1e9, "GB") if sum(each.values()) * parameters >= 1e9 else (2**20, "MiB")
+    bytes_per_parameter = RECIPES[check_choice("recipe", recipe, RECIPES)]
+    unit, word = (1e9, "GB") if sum(bytes_per_parameter.values()) * parameters >= 1e9 else (2**20, "MiB")
     shown = {sharding.title: sharding.owners for sharding in SHARDINGS.values() if not sharding.across}
     shares = {
         owner: [size * parameters / (devices if owner in sharded else 1) / unit for sharded in shown.values()]
-        for owner, size in each.items()
+        for owner, size in bytes_per_parameter.items()
     }
     names = [f"{name}<br>{sum(parts):,.1f} {word}" for name, *parts in zip(shown, *shares.values())]
     data = [

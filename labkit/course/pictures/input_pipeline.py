@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import checked
 from labkit.figures import as_plotly, colours
 
 if TYPE_CHECKING:
@@ -154,17 +154,17 @@ def _gantt(
     text)."""
     data: list[dict[str, Any]] = []
     for what in _COLOURS:
-        those = [bar for bar in bars if bar[0] == what]
-        if those:
+        drawn = [bar for bar in bars if bar[0] == what]
+        if drawn:
             data.append(
                 {
                     "type": "bar",
                     "orientation": "h",
                     "name": what,
-                    "y": [lane for _, lane, *_ in those],
-                    "base": as_plotly.numbers(1e3 * start for _, _, start, _, _ in those),
-                    "x": as_plotly.numbers(1e3 * (end - start) for _, _, start, end, _ in those),
-                    "text": [word for *_, word in those],
+                    "y": [lane for _, lane, *_ in drawn],
+                    "base": as_plotly.numbers(1e3 * start for _, _, start, _, _ in drawn),
+                    "x": as_plotly.numbers(1e3 * (end - start) for _, _, start, end, _ in drawn),
+                    "text": [word for *_, word in drawn],
                     "textposition": "inside",
                     "insidetextanchor": "middle",
                     "textfont": {"color": "#000" if what == "launch" else "#FFF"},

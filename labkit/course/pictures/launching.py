@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from labkit.common.units import counted
-from labkit.course.pictures.canvas import EVERY, HIDDEN, box, ink, layout, note
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import EVERY, HIDDEN, box, checked, ink, layout, note
 from labkit.figures import rank_colour
 from labkit.figures.as_plotly import as_figure
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from labkit.common.arguments import check_choice
 from labkit.common.units import counted, size
-from labkit.course.pictures.canvas import wide_layout
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import checked, wide_layout
 from labkit.figures import rank_colour
 from labkit.figures.as_plotly import as_figure
 from labkit.figures.colours import GRID, INK

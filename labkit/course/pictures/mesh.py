@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from itertools import permutations
 from typing import TYPE_CHECKING
 
-from labkit.course.pictures.canvas import HIDDEN, SCALED, box, ink, layout, note
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import HIDDEN, SCALED, box, checked, ink, layout, note
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure
 
@@ -66,11 +65,13 @@ def grid(axes: Mapping[str, int], per_node: int | None = None) -> go.Figure:
     shapes, notes = [], []
     for panel, axis in enumerate(axes):
         left = panel * (wide + 1.4)
-        those = groups(axes, axis)
+        groups_of_axis = groups(axes, axis)
         notes.append(
-            note(left, -0.75, f"<b>{axis}</b>: {_summary(those, wide if per_node else None)}", 12, anchor="left")
+            note(
+                left, -0.75, f"<b>{axis}</b>: {_summary(groups_of_axis, wide if per_node else None)}", 12, anchor="left"
+            )
         )
-        for number, group in enumerate(those):
+        for number, group in enumerate(groups_of_axis):
             colour = colours.rank_colour(number)
             for rank in group:
                 x, y = left + rank % wide, rank // wide
@@ -170,12 +171,12 @@ def by_axis(run: Run, axes: Mapping[str, int]) -> dict[str, float]:
     Messages between pipeline stages count for the axis pp. Traffic to all ranks, or to a group along no axis, is
     `other`. Raises `ValueError` if the run has no profiled step.
     """
-    one = run.state.ranks[0].timeline if 0 in run.state.ranks else None
-    if one is None:
+    timeline = run.state.ranks[0].timeline if 0 in run.state.ranks else None
+    if timeline is None:
         raise ValueError(f"run {run.name} has no profiled step yet; wait for it with .wait()")
     along = {tuple(group): axis for axis in axes for group in groups(axes, axis)}
     sent = dict.fromkeys(axes, 0.0)
-    for call in one.comm:
+    for call in timeline.comm:
         if call.op == "send":
             axis, bytes_ = "pp", call.bytes or 0
         else:
@@ -187,11 +188,11 @@ def by_axis(run: Run, axes: Mapping[str, int]) -> dict[str, float]:
     return sent
 
 
-def _summary(those: list[list[int]], per_node: int | None) -> str:
+def _summary(members: list[list[int]], per_node: int | None) -> str:
     if per_node is None:
-        return " · ".join(" ".join(map(str, group)) for group in those[:4]) + (" …" if len(those) > 4 else "")
-    leaves = any(len({rank // per_node for rank in group}) > 1 for group in those)
-    return f"{len(those)} groups, {'between nodes' if leaves else 'within a node'}"
+        return " · ".join(" ".join(map(str, group)) for group in members[:4]) + (" …" if len(members) > 4 else "")
+    leaves = any(len({rank // per_node for rank in group}) > 1 for group in members)
+    return f"{len(members)} groups, {'between nodes' if leaves else 'within a node'}"
 
 
 def _letter(number: int) -> str:

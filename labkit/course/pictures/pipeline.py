@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import checked
 from labkit.training.strategies.pipelines import ONE_PER_STAGE, V_SHAPED, holder
 
 if TYPE_CHECKING:
@@ -461,19 +461,19 @@ def _computed(rule: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     return [action for action in rule if not (halved and action[:2] == ("B", 0))]
 
 
-def _misses_halves(one: Timeline, rule: list[tuple[str, int, int]]) -> bool:
+def _misses_halves(timeline: Timeline, rule: list[tuple[str, int, int]]) -> bool:
     """Whether the schedule splits backwards, and the timeline has fewer of them."""
-    measured = sum(name == "backward" for name, *_ in one.phases)
+    measured = sum(name == "backward" for name, *_ in timeline.phases)
     return any(kind == "W" for kind, _, _ in rule) and measured < sum(kind != "F" for kind, _, _ in rule)
 
 
-def _seen(rank: int, one: Timeline, shift: float, rule: list[tuple[str, int, int]]) -> Iterator[Slot]:
+def _seen(rank: int, timeline: Timeline, shift: float, rule: list[tuple[str, int, int]]) -> Iterator[Slot]:
     """The forwards and backwards of one rank's timeline, named in the order of the schedule."""
     turns = {
         "forward": (action for action in rule if action[0] == "F"),
         "backward": (action for action in rule if action[0] != "F"),
     }
-    for name, start, end in one.phases:
+    for name, start, end in timeline.phases:
         if name in turns:
             kind, stage, number = next(turns[name], (name[0].upper(), None, None))
             yield Slot(rank, kind, stage, number, 1000 * (start + shift), 1000 * (end + shift))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from labkit.common.arguments import Number
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import checked
 from labkit.figures import rank_colour
 from labkit.figures.as_plotly import as_figure, plain_look
 from labkit.figures.colours import GRID, INK

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import checked
 from labkit.figures.as_plotly import as_figure, plain_look
 from labkit.figures.colours import GRID, INK, OPERATIONS, OWNERS, PHASES
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from labkit.course.pictures.canvas import EVERY, HIDDEN, box, ink, layout, note
-from labkit.course.pictures.checked import checked
+from labkit.course.pictures.canvas import EVERY, HIDDEN, box, checked, ink, layout, note
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure
 

@@ -113,7 +113,7 @@ _PROPERTIES = {
     *("fill", "stroke", "stroke-width", "stroke-dasharray", "text-anchor"),
 }
 _FUNCTIONS = {
-    *("rgb", "rgba", "hsl", "hsla", "var", "calc", "min", "max", "clamp", "repeat", "minmax"),
+    *("rgb", "rgba", "hsl", "hsla", "light-dark", "var", "calc", "min", "max", "clamp", "repeat", "minmax"),
     *("translate", "rotate", "scale", "matrix"),
 }
 _VALUE = re.compile(r"[^\\@<>&{}]*")  # no escape, which could hide the name of a function

@@ -23,6 +23,7 @@ from labkit.frontends.handout.execute import LabError, executed, read_lab
 from labkit.frontends.handout.page import TEMPLATES, Page, Plots
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
+from labkit.record.state import RunState
 
 # ---- terms of the glossary on a page
 
@@ -87,12 +88,7 @@ READERS = {STUDENT: "student version, without answers", TEACHER: "teacher versio
 _PLOTLY = "application/vnd.plotly.v1+json"
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _RUN = re.compile(r"\A[\w, ]+ of ([^\s/\\]+): ")  # the plain text of a run's figures, which names the run
-_PRINTS = (
-    (re.compile(r"\bdiff_scripts\("), "diff", "The difference"),
-    (re.compile(r"\b(write_script|excerpt)\("), "python", "The script"),
-)
 _HANDLE = re.compile(r"\A<Run \S+: .*>\Z", re.DOTALL)  # the return value of `show`; the run is already displayed
-_FOLDED = 45  # source with more lines is collapsed
 _PROGRESS = re.compile(r"\bmy_progress\(")
 _CHECKED = re.compile(r"\bcheck\(\s*[\"']([\w.]+)[\"']")
 
@@ -130,6 +126,7 @@ class _Cells:
         self.terms = Terms(self.prose.address)
         self.plots = Plots()
         self._places: list[str] = []
+        self._printed: set[str | None] = set()  # the strategies whose scripts are on paper
         self._states: dict[str, Any] = {}
 
     @property
@@ -176,20 +173,12 @@ class _Cells:
         ):
             return ""  # the learner's progress, which a handout does not have
         if output.output_type == "stream":
-            inner = self._stream(output, cell)
+            inner = f'<pre class="{output.name}">{page.printed(output.text)}</pre>'
         elif output.output_type == "error":
             inner = f'<pre class="error">{page.printed(chr(10).join(output.traceback))}</pre>'
         else:
             inner = self._data(output.data)
         return f'<div class="output">{inner}</div>' if inner else ""
-
-    def _stream(self, output: NotebookNode, cell: NotebookNode) -> str:
-        prints = next((row for row in _PRINTS if row[0].search(cell.source)), None)
-        if output.name != "stdout" or prints is None:
-            return f'<pre class="{output.name}">{page.printed(output.text)}</pre>'
-        _, language, words = prints
-        code, lines = page.coloured(output.text, language), len(output.text.splitlines())
-        return page.fold(f"{words} · {lines} lines", code, "code") if lines > _FOLDED else code
 
     def _data(self, data: dict[str, Any]) -> str:
         """A displayed value, in the richest format that a page without a kernel can show."""
@@ -248,8 +237,15 @@ class _Cells:
         self._places.append(page.place(state))
         mark = '<span class="recorded">recorded</span> ' if self._recorded else ""
         head = f"<p>{mark}<b>{escape(page.title(state))}</b> {escape(page.facts(state, self._recorded))}</p>"
-        inner = page.logs(folder, state) + page.script(folder, state) + page.diff(folder, state) if folds else ""
+        inner = page.logs(folder, state) + self._script(folder, state) if folds else ""
         return f'<div class="run">{head}{inner}</div>'
+
+    def _script(self, folder: RunFolder, state: RunState) -> str:
+        """The script of a run. On paper the first one of the page is enough, and of others what differs from one
+        device, once for each strategy."""
+        first, new = not self._printed, state.spec.strategy not in self._printed
+        self._printed.add(state.spec.strategy)
+        return page.script(folder, state, printed=first) + page.diff(folder, state, printed=new)
 
 
 # ---- the course as a folder of pages, one per lab, with an index

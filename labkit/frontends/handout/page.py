@@ -205,19 +205,19 @@ def _text(tail: LogTail, words: str, colour: str, empty: str = "") -> str:
     return fold(f"Log of {words} · {_lines(count)}", f"<pre{style}>{gone}{printed(chr(10).join(lines))}</pre>", "log")
 
 
-def script(folder: RunFolder, state: RunState) -> str:
-    """The script that ran, or the name of a user's script that was not stored."""
+def script(folder: RunFolder, state: RunState, printed: bool = True) -> str:
+    """The script that ran, or the name of a user's script that was not stored; on paper only if it is `printed`."""
     own = state.spec.script
     text = _script_of(folder)
     if isinstance(text, NotPlain):
         return f"<p>The script is not shown: {escape(str(text))}.</p>"
     if text is None:
         return f"<p>Script: {escape(title(state))}, which is not stored with the run.</p>" if own else ""
-    return fold(f"Script · {_lines(len(text.splitlines()))}", coloured(text, "python"), "code")
+    return fold(f"Script · {_lines(len(text.splitlines()))}", coloured(text, "python"), _kind(printed))
 
 
-def diff(folder: RunFolder, state: RunState) -> str:
-    """The diff between the single-device script and the script that ran."""
+def diff(folder: RunFolder, state: RunState, printed: bool = True) -> str:
+    """The diff between the single-device script and the script that ran; on paper only if it is `printed`."""
     spec, text = state.asked, _script_of(folder)
     if spec is None or not isinstance(text, str) or spec == spec.on_one_device:
         return ""
@@ -229,7 +229,12 @@ def diff(folder: RunFolder, state: RunState) -> str:
         difflib.unified_diff(before.splitlines(), text.splitlines(), "one device", f"{spec.name}/train.py", lineterm="")
     )
     more, fewer = (sum(line.startswith(sign) and not line.startswith(3 * sign) for line in lines) for sign in "+-")
-    return fold(f"Diff to one device · {more} lines added, {fewer} removed", coloured("\n".join(lines), "diff"), "code")
+    words = f"Diff to one device · {more} lines added, {fewer} removed"
+    return fold(words, coloured("\n".join(lines), "diff"), _kind(printed))
+
+
+def _kind(printed: bool) -> str:
+    return "code" if printed else "code screen"
 
 
 def _script_of(folder: RunFolder) -> str | NotPlain | None:

@@ -66,6 +66,7 @@ class HandshakeWidget(anywidget.AnyWidget):
 
 
 WHOLE = 400  # points per line when a chart is sent whole
+_LOW = 0.4  # of the range of the axis: bars that are lower make it shorter
 CAP = 1000  # maximum points per line in a page; beyond it the chart is downsampled and sent whole again
 
 
@@ -118,7 +119,7 @@ class Feed:
     def _whole(self, name: str, chart: Chart) -> dict[str, Any]:
         drawn = chart.drawn(WHOLE)
         old = self._pages.get(name)
-        if old is not None and old.drawn.chart.y == chart.y:  # downsampled again: keep the range of the axes
+        if chart.lines and old is not None and old.drawn.chart.y == chart.y:  # downsampled: keep the range of the axes
             drawn = Drawn(chart, drawn.points, old.x.or_(drawn.x), old.y.or_(drawn.y))
         self._pages[name] = _Page(
             drawn,
@@ -146,6 +147,8 @@ def _more(page: _Page, chart: Chart) -> dict[str, Any] | None:
         page.held[index] += len(xs)
         page.x, page.y = page.x.with_(xs), page.y.with_(ys)
         points.append([index, numbers(xs), numbers(ys), words(chart.y, ys)])
+    if chart.bars and chart.bar_height < _LOW * page.y.high:
+        page.y = Extent()  # the first steps are long: the bars of the others would be low for ever
     page.y = page.y.with_([chart.bar_height])
     page.drawn = Drawn(chart, (), page.x, page.y)
     more = {

@@ -12,7 +12,7 @@ import ipywidgets
 
 from labkit.common.arguments import shown
 from labkit.common.text import escape
-from labkit.frontends.panel.words import devices_of
+from labkit.frontends.panel.words import devices_of, shared_cores
 from labkit.plan.checks import without_effect
 from labkit.plan.fields import DEFAULT, about
 from labkit.plan.settling import check_available, takes_long, unsupported
@@ -75,14 +75,21 @@ class Availability:
 class Options:
     """The options of the chosen strategy and workload; each keeps its value while another strategy is chosen.
 
-    `values` and `fault` are the initial values; `on_change` is called with the change of each widget.
+    `values` and `fault` are the initial values; `precision` is a widget that is shown above them; `on_change` is called
+    with the change of each option.
     """
 
-    def __init__(self, values: Mapping[str, Any], fault: str | None, on_change: Callable[[dict[str, Any]], None]):
-        self._on_change = on_change
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        fault: str | None,
+        precision: ipywidgets.Dropdown,
+        on_change: Callable[[dict[str, Any]], None],
+    ):
+        self._precision, self._on_change = precision, on_change
         self._known: dict[str, Any] = dict(values)  # also of strategies that are not chosen now
         self._widgets: dict[str, ipywidgets.ValueWidget] = {}
-        self.more = ipywidgets.ToggleButton(description="Options", tooltip="Options of the strategy and the workload")
+        self.more = ipywidgets.ToggleButton(description="Options", tooltip="Precision and further options")
         self.more.observe(self._disclose, "value")
         self.fault = ipywidgets.Dropdown(
             options=[("none", None), *((row.title, row.name) for row in FAULTS.values())],
@@ -116,7 +123,7 @@ class Options:
                 widget.observe(self._on_change, "value")
             listed = [choice for heading, group in _groups(row, workload) for choice in self._listed(heading, group)]
             heading = ipywidgets.HTML('<div class="labkit-heading">Fault injection</div>')
-            self.popover.children = [*listed, heading, self.fault, self._shows]
+            self.popover.children = [self._precision, *listed, heading, self.fault, self._shows]
         fault = FAULTS.get(self.fault.value)
         shows = fault.shows if fault else "Injects a typical fault into the generated script, so that you can study it."
         self._shows.value = f'<div class="labkit-help">{escape(shows)}</div>'
@@ -165,7 +172,7 @@ def _widget(option: Option, values: dict[str, Any]) -> ipywidgets.ValueWidget:
 _ABOUT = {flag.name: about(flag) for flag in fields(Spec)}
 _SCALING = (
     "per rank: the global batch grows with the number of ranks (weak scaling); "
-    "global: it is split over the ranks (strong scaling)"
+    "in total: it is split over the ranks (strong scaling)"
 )
 
 
@@ -186,7 +193,10 @@ class Choices:
         start = _settled(Spec(**defaults), machine)
         self._kept = {name: getattr(start, name) for name in defaults if _ABOUT[name].panel == DEFAULT}
         self._wanted_nproc = start.nproc
-        self._options = Options(start.options, start.fault, self._changed)
+        self.precision = ipywidgets.Dropdown(
+            options=list(_ABOUT["precision"].choices), value=start.precision, description="precision"
+        )
+        self._options = Options(start.options, start.fault, self.precision, self._changed)
         self._make(start)
         self._fit()
         for widget in self._widgets():
@@ -223,21 +233,17 @@ class Choices:
             layout={} if self._machine.gpus else {"display": "none"},
         )
         self.nproc = ipywidgets.BoundedIntText(value=start.nproc, min=1, max=max(start.nproc, 1), description="Ranks")
-        self.batch = _number("batch_size", start.batch_size, description="Batch")
+        self.batch = _number("batch_size", start.batch_size, description="Batch size")
         self.scaling = ipywidgets.Dropdown(
-            options=[("per rank", "weak"), ("global", "strong")],
+            options=[("per rank", "weak"), ("in total", "strong")],
             value=start.scaling,
-            description="Batch is",
+            description="Batch size counts samples",
             tooltip=_SCALING,
         )
-        self.length = _number("steps", start.steps or start.epochs, description="Length")
-        self.unit = ipywidgets.Dropdown(
-            options=["epochs", "steps"], value="steps" if start.steps else "epochs", description="in"
-        )
-        self.precision = ipywidgets.Dropdown(
-            options=list(_ABOUT["precision"].choices), value=start.precision, description="Precision"
-        )
-        self.explanation = ipywidgets.HTML()
+        self.length = _number("steps", start.steps or start.epochs, description="Train for")
+        unit = "steps" if start.steps else "epochs"
+        self.unit = ipywidgets.Dropdown(options=["epochs", "steps"], value=unit, description="Train for: unit")
+        self.explanation, self._where = ipywidgets.HTML(), ipywidgets.HTML()
         self.strategy.add_class("labkit-strategy")
         self.further.add_class("labkit-further")
         self._mark_further()
@@ -260,8 +266,7 @@ class Choices:
     @property
     def top(self) -> ipywidgets.Box:
         """The strategies, and the devices they run on."""
-        where = f'<div class="labkit-where">{escape(devices_of(self._machine))}</div>'
-        top = ipywidgets.HBox([self.strategy, self.further, ipywidgets.HTML(where)])
+        top = ipywidgets.HBox([self.strategy, self.further, self._where])
         top.add_class("labkit-top")
         return top
 
@@ -277,11 +282,13 @@ class Choices:
             self.length: 76,
             self.unit: 80,
         }
-        for widget, width in (sized | {self.precision: 70}).items():
+        for widget, width in sized.items():
             widget.layout.width = f"{width}px"
             widget.add_class("labkit-field")
+        for widget in (self.scaling, self.unit):
+            widget.add_class("labkit-joined")
         self.workload.add_class("labkit-workload")
-        row = ipywidgets.HBox([*sized, self.precision, self._options.widget])
+        row = ipywidgets.HBox([*sized, self._options.widget])
         row.add_class("labkit-row")
         return row
 
@@ -350,9 +357,11 @@ class Choices:
         self.nproc.description = "GPUs" if self.device.value == "cuda" else "CPU ranks"
         self._fit_ranks()
         self._fit_precision()
+        where = shared_cores(self._machine, self.nproc.value) if self.device.value == "cpu" else ""
+        self._where.value = f'<div class="labkit-where">{escape(where or devices_of(self._machine))}</div>'
         row = STRATEGIES[self.chosen]
         self._options.fit(row, WORKLOADS[self.workload.value[0]])
-        sentences = (("Splits", row.splits), ("Sends", row.sends), ("Note", row.note(self.device.value)))
+        sentences = (("What is split", row.splits), ("What is sent", row.sends), ("Note", row.note(self.device.value)))
         rows = "".join(f"<div><b>{name}</b> {escape(text)}</div>" for name, text in sentences if text)
         self.explanation.value = f'<div class="labkit-explanation">{rows}</div>'
 

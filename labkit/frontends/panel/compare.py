@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import ipywidgets
@@ -61,6 +63,11 @@ class ComparisonView:
             return
         self._shown = what
         self._html.value = (f"<p>{escape(first)}</p>" if first else "") + comparison_html(rows, left_out)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no comparison is shown."""
+        return self._shown is None
 
     def say(self, text: str) -> None:
         """Shows a text instead of a comparison."""
@@ -122,17 +129,91 @@ def _row(row: Row, texts: Sequence[str], kind: str = "") -> str:
 
 
 _NEWEST = 100  # recorded runs in the list
+_SHOWN = 3  # ready comparisons
 _INTRODUCTION = (
-    "Compare trains the same model with each selected strategy, one run after another, with the same global batch "
-    "size. The table then shows their time, speed-up, memory and traffic side by side. Recorded compares finished runs."
+    "One click trains the same model with each of these strategies, one run after another, with the same global batch "
+    "size. A table then shows their time, speed-up, memory and traffic side by side."
 )
+_NONE_READY = "No ready comparison can run with these settings"
 _HOW_TO_CHOOSE = (
     "Ctrl or Shift selects several. With no selection: the newest run of each strategy with the same training."
 )
 
 
+@dataclass(frozen=True)
+class Question:
+    """A ready comparison: what a student would ask, what to look at in the answer, and the strategies that give it,
+    next to a single device."""
+
+    title: str
+    look_at: str
+    strategies: tuple[str, ...]
+
+
+QUESTIONS = (
+    Question("One device or several?", "Speed-up: how far from the number of ranks, and what the rest is.", ("ddp",)),
+    Question(
+        "Where does the memory go?",
+        "Peak memory: ZeRO-1 shards the optimizer state, FSDP2 the parameters and gradients too.",
+        ("ddp", "zero1", "fsdp2"),
+    ),
+    Question(
+        "Split the batch or the layers?",
+        "Sent per step: DDP sends gradients, TP sends activations in every layer.",
+        ("ddp", "tp"),
+    ),
+    Question(
+        "Split the batch or the experts?",
+        "Sent per step: an all-to-all carries tokens to their experts instead of copies of the experts.",
+        ("ddp", "ep"),
+    ),
+    Question(
+        "Split the batch or the sequence?",
+        "Peak memory: CP divides the activations of a long window, and sends keys and values.",
+        ("ddp", "cp"),
+    ),
+    Question(
+        "Split across the layers or between them?",
+        "Time per step: TP waits in every layer, PP waits while its pipeline fills and drains.",
+        ("tp", "pp"),
+    ),
+    Question(
+        "Talk at every step?",
+        "Sent per step: DiLoCo exchanges parameters once in many steps. Does the loss still fall?",
+        ("ddp", "diloco"),
+    ),
+    Question(
+        "One process or one per device?",
+        "Time per step: DP drives all devices from one process, DDP from one process each.",
+        ("dp", "ddp"),
+    ),
+)
+
+
+class Card:
+    """A question with the button that runs its comparison; a click anywhere on the card presses it."""
+
+    def __init__(self, on_run: Callable[[Question], None]) -> None:
+        self.question: Question | None = None
+        self._text = ipywidgets.HTML()
+        self.button = ipywidgets.Button()
+        self.button.on_click(lambda _: self.question and on_run(self.question))
+        self.widget = ipywidgets.VBox([self._text, self.button])
+        self.widget.add_class("labkit-card")
+
+    def show(self, question: Question | None) -> None:
+        """Shows a question; None hides the card."""
+        self.question = question
+        self.widget.layout.display = "" if question else "none"
+        if question:
+            self._text.value = f"<h4>{escape(question.title)}</h4><p>{escape(question.look_at)}</p>"
+            titles = [STRATEGIES[name].title for name in (BASELINE.name, *question.strategies)]
+            self.button.description = f"▶ {', '.join(titles)}"
+            self.button.tooltip = f"{question.title} Runs {', '.join(titles)}, one after another"
+
+
 class CompareTab:
-    """A checkbox for each strategy, the buttons, and the view.
+    """Ready comparisons, a checkbox for each strategy, the buttons, and the view.
 
     `fields` returns the fields of Spec of the current configuration, or raises `SpecError`, also until its data are
     known to be available; `cold` is as in `run`;
@@ -148,10 +229,7 @@ class CompareTab:
             )
             for name, row in STRATEGIES.items()
         }
-        hint = "Run the selected strategies, one after another"
-        self._start_button = ipywidgets.Button(description="▶ Compare", tooltip=hint)
-        self._start_button.on_click(lambda _: self.start())
-        self._start_button.add_class("labkit-compare-run")
+        self._cards = [Card(self._ask) for _ in range(_SHOWN)]
         self._stop_button = ipywidgets.Button(description="■ Stop", tooltip="Stop the comparison", disabled=True)
         self._stop_button.on_click(lambda _: self.stop())
         self._stop_button.add_class("labkit-compare-stop")
@@ -161,19 +239,32 @@ class CompareTab:
         # Threads read recorded runs: of what was asked for, only the newest is shown.
         self._lock = threading.Lock()
         self._asked = 0
+        cards = ipywidgets.HBox([card.widget for card in self._cards])
+        cards.add_class("labkit-cards")
+        head = ipywidgets.HBox([self._own_choice(), self._recorded(), self._stop_button, self._said])
+        head.add_class("labkit-compare-head")
+        self.widget = ipywidgets.VBox([cards, head, self._view.widget])
+        self.widget.add_class("labkit-compare")
+
+    def _own_choice(self) -> ipywidgets.Box:
+        """A button that opens the checkboxes of all strategies."""
+        hint = "Choose the strategies to compare"
+        self._choose_button = ipywidgets.ToggleButton(description="Choose yourself", tooltip=hint)
+        self._choose_button.observe(lambda change: _unfold(self._choices, change["new"]), "value")
+        hint = "Run the selected strategies, one after another"
+        self._start_button = ipywidgets.Button(description="▶ Compare", tooltip=hint)
+        self._start_button.on_click(lambda _: self.start())
+        self._start_button.add_class("labkit-compare-run")
         boxes = ipywidgets.HBox(list(self._boxes.values()))
         boxes.add_class("labkit-boxes")
-        head = ipywidgets.HBox([self._start_button, self._stop_button, self._recorded(), boxes])
-        head.add_class("labkit-compare-head")
-        self.widget = ipywidgets.VBox([head, self._said, self._view.widget])
-        self.widget.add_class("labkit-compare")
+        self._choices = ipywidgets.VBox([boxes, self._start_button], layout={"display": "none"})
+        return _popover(self._choose_button, self._choices)
 
     def _recorded(self) -> ipywidgets.Box:
         """A button that opens the list of recorded runs to compare."""
         hint = "Compare recorded runs without running anything"
         self._recorded_button = ipywidgets.ToggleButton(description="Recorded", tooltip=hint)
         self._recorded_button.observe(self._disclose, "value")
-        self._recorded_button.add_class("labkit-compare-recorded")
         self._list = ipywidgets.SelectMultiple(rows=9, description="Recorded runs")
         hint = "Show the table and charts of the selected runs"
         self._chosen_button = ipywidgets.Button(description="Compare selected", tooltip=hint)
@@ -181,10 +272,7 @@ class CompareTab:
         help_ = ipywidgets.HTML(f'<div class="labkit-help">{_HOW_TO_CHOOSE}</div>')
         below = ipywidgets.HBox([self._chosen_button, help_])
         self._popover = ipywidgets.VBox([self._list, below], layout={"display": "none"})
-        self._popover.add_class("labkit-runs")
-        box = ipywidgets.Box([self._recorded_button, self._popover])
-        box.add_class("labkit-options")
-        return box
+        return _popover(self._recorded_button, self._popover)
 
     @property
     def comparing(self) -> Comparing | None:
@@ -202,22 +290,35 @@ class CompareTab:
             fields = self._fields()
         except SpecError:
             return  # the panel already shows the error
-        _, left_out = plan("all", look=False, **fields)
+        left_out = _left_out(fields)
         for name, box in self._boxes.items():
             box.disabled = name in left_out or name == BASELINE.name
             box.tooltip = left_out.get(name, STRATEGIES[name].splits)
+        left_out = _left_out(_on_several(fields))
+        ready = [question for question in QUESTIONS if not left_out.keys() & {BASELINE.name, *question.strategies}]
+        for card, question in zip_longest(self._cards, ready[:_SHOWN]):
+            card.show(question)
+        if self._view.empty:
+            self._view.say(_INTRODUCTION if ready else f"{_NONE_READY}: {next(iter(left_out.values()))}.")
 
     def start(self) -> None:
         """Starts comparing the checked strategies, or shows why it cannot."""
+        chosen = [name for name, box in self._boxes.items() if box.value and name not in self._refused()]
+        self._compare(chosen, self._fields)
+
+    def _ask(self, question: Question) -> None:
+        """Starts a ready comparison; the checkboxes then show its strategies."""
+        for name, box in self._boxes.items():
+            box.value = name in (BASELINE.name, *question.strategies)
+        self._compare(question.strategies, lambda: _on_several(self._fields()))
+
+    def _compare(self, strategies: Sequence[str], fields: Callable[[], dict[str, Any]]) -> None:
+        self._choose_button.value = self._recorded_button.value = False
         if self._elsewhere() or self.busy:
             self._said.value = sentence_html("a run is under way; stop it or wait until it finishes")
             return
         try:
-            specs, left_out = plan(
-                [name for name, box in self._boxes.items() if box.value and name not in self._refused()],
-                look=False,
-                **self._fields(),
-            )
+            specs, left_out = plan(strategies, look=False, **fields())
         except SpecError as error:
             self._said.value = sentence_html(str(error))
             return
@@ -248,7 +349,7 @@ class CompareTab:
             self._show(0, folders, "Newest comparison in this runs folder. ")
 
     def _disclose(self, change: dict[str, Any]) -> None:
-        self._popover.layout.display = "" if change["new"] else "none"
+        _unfold(self._popover, change["new"])
         if change["new"]:
             _in_a_thread(self._list_runs)
 
@@ -304,7 +405,8 @@ class CompareTab:
         return {name for name, box in self._boxes.items() if box.disabled and name != BASELINE.name}
 
     def _free(self, free: bool) -> None:
-        self._start_button.disabled = self._recorded_button.disabled = not free
+        for button in (self._start_button, self._recorded_button, *(card.button for card in self._cards)):
+            button.disabled = not free
         self._stop_button.disabled = free
 
     def _over(self) -> None:
@@ -313,6 +415,32 @@ class CompareTab:
             self._comparing.wait(0)
         except Exception as error:  # why a run could not be started
             self._said.value = sentence_html(str(error))
+
+
+def _left_out(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The strategies that cannot run with some fields of Spec, with the reason."""
+    try:
+        return plan("all", look=False, **fields)[1]
+    except SpecError as error:  # not even the baseline can
+        return dict.fromkeys(STRATEGIES, str(error))
+
+
+def _on_several(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields with at least two ranks: the questions are about several."""
+    return fields | {"nproc": max(2, fields["nproc"])}
+
+
+def _popover(button: ipywidgets.ToggleButton, content: ipywidgets.Box) -> ipywidgets.Box:
+    """A button with the box that it opens below itself."""
+    button.add_class("labkit-compare-more")
+    content.add_class("labkit-runs")
+    box = ipywidgets.Box([button, content])
+    box.add_class("labkit-options")
+    return box
+
+
+def _unfold(content: ipywidgets.Box, shown: bool) -> None:
+    content.layout.display = "" if shown else "none"
 
 
 def _in_a_thread(work: Callable[[], None]) -> None:

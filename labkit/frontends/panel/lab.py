@@ -130,7 +130,7 @@ class Lab:
         if headless():
             shown = [path for path in (self._recorded.which.value, self._recorded.beside.value) if path]
             for path in shown:
-                _display_recorded(RunFolder(path))
+                _display_recorded(RunFolder.find(path))
             if shown:
                 return
             self._run = Run(start(self.spec, cold=self._cold))
@@ -231,9 +231,9 @@ class Lab:
 
     def _read(self, path: str, beside: str) -> None:
         """Runs outside the kernel's main thread because it reads all events of the runs."""
-        folder = RunFolder(path)
         try:
-            self._view.open(folder, RunFolder(beside) if beside else None)
+            folder = RunFolder.find(path)
+            self._view.open(folder, RunFolder.find(beside) if beside else None)
             self._open = folder
             self._recorded.describe(folder)
             spec = spec_of(folder)
@@ -245,7 +245,7 @@ class Lab:
             self._script.value = words.source_html(text_of(folder, folder.script))
             self._head.children = self._recorded.widgets
             self._show_buttons(False)
-        except Unreadable as error:
+        except (LookupError, Unreadable) as error:
             self._view.complain(error.args[0])
         except Exception as error:
             self._view.complain(f"this run cannot be replayed: {type(error).__name__}: {error}")
@@ -265,8 +265,7 @@ class Lab:
             return
         self._starting = True
         self._free(False)
-        self._view.say("writing the script")
-        self._view.complain("")
+        self._view.await_run("writing the script")
         threading.Thread(target=self._launch, args=(spec,), daemon=True, name="labkit run").start()
 
     def _launch(self, spec: Spec) -> None:
@@ -275,8 +274,7 @@ class Lab:
             self._view.guess.enter()
             job = start(spec, cold=self._cold)
         except Exception as error:
-            self._view.say("failed to start", "bad")
-            self._view.complain(str(error))
+            self._view.not_started(str(error))
             self._free(True)
         else:
             self._view.follow(job)

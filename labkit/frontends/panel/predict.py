@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import ipywidgets
 
@@ -216,6 +217,7 @@ class Predict:
 
 
 _REFUSED = '<div class="labkit-notes"><p>This configuration cannot run; see the message above the Run button.</p></div>'
+_FEW = 4  # ranks that have a row each
 _DEBOUNCE = 0.15  # seconds without another change after which the formulas are evaluated
 
 
@@ -288,11 +290,11 @@ def plan_html(spec: Spec, known: Plan | str | None = None, untimed: str = "") ->
         if why := known.untimed:
             time = f"{why[0].upper()}{why[1:]}."
         how = f"{what}. Predicted {how_made(known)}, bytes at the peak. {time}"
-        title, found = f"<p><b>Next run (predicted)</b> {escape(how)}</p>", Prediction(known)
+        title, found = f"<p><b>What each rank will hold and send (predicted)</b> {escape(how)}</p>", Prediction(known)
         return f'<div class="labkit-notes">{title}</div>{table_html(found.heads, found.rows)}'
     said = f'<p role="status">{escape(known)}</p>' if known else ""
     note, table = _by_formula(spec)
-    title = f"<p><b>Next run (expected)</b> {escape(what)}. {escape(note)}</p>"
+    title = f"<p><b>What each rank will hold and send (by formula)</b> {escape(what)}. {escape(note)}</p>"
     return f'<div class="labkit-notes">{said}{title}</div>{table}'
 
 
@@ -315,7 +317,15 @@ def _by_formula(spec: Spec) -> tuple[str, str]:
         for rank_states in held
     ]
     rows = [(str(rank), *cells, mean) for rank, cells in enumerate(sizes)]
-    return f"Activations and buffers are not included. {_sent(spec, flows)}", _table(head, rows)
+    shown = rows if ranks <= _FEW else list(_merged(rows))
+    return f"Activations and buffers are not included. {_sent(spec, flows)}", _table(head, shown)
+
+
+def _merged(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """One row for neighbouring ranks with the same figures: `0–7`."""
+    for figures, group in groupby(rows, key=lambda row: row[1:]):
+        same = [row[0] for row in group]
+        yield (same[0] if len(same) == 1 else f"{same[0]}–{same[-1]}", *figures)
 
 
 def _sent(spec: Spec, flows: Sequence[Flow] | None) -> str:
@@ -344,4 +354,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _row(rank: str, cells: Sequence[str]) -> str:
     texts = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-    return f'<tr><td><i style="background:{rank_colour(int(rank))}"></i>{rank}</td>{texts}</tr>'
+    colours = "".join(f'<i style="background:{rank_colour(number)}"></i>' for number in _numbers(rank))
+    return f"<tr><td>{colours}{rank}</td>{texts}</tr>"
+
+
+def _numbers(ranks: str) -> range:
+    first, _, last = ranks.partition("–")
+    return range(int(first), int(last or first) + 1)

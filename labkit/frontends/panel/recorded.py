@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import ipywidgets
 
 from labkit.common.arguments import check_path, shown
 from labkit.common.text import escape, visible, visible_line
-from labkit.common.units import size
+from labkit.common.units import counted, size
 from labkit.frontends.panel.words import sentence_html, state_html
 from labkit.jobs import archive
 from labkit.jobs.job_files import profile
@@ -26,6 +27,7 @@ from labkit.record.documents import SpecFields
 from labkit.record.files import NotPlain
 from labkit.record.folder import RunFolder
 from labkit.record.follow import is_recorded, recorded_words
+from labkit.record.packed import MARK, shipped
 from labkit.record.status import current
 from labkit.setup import environment
 from labkit.training.strategies import STRATEGIES
@@ -61,7 +63,8 @@ class Pack:
         """Runs in a thread, because the versions of all packages are looked up."""
         try:
             job = of_spec(chosen) if isinstance(chosen, Spec) else of_run(chosen)
-            path = archive.pack(job, profile(), Path.cwd() / f"{job.name}.zip")
+            run = chosen if isinstance(chosen, RunFolder) else None
+            path = archive.pack(job, profile(), Path.cwd() / f"{job.name}.zip", run)
             self.said.value = f"<span>{escape(str(path))} ({size(path.stat().st_size)})</span>"
         except Exception as error:  # show it: an exception in a thread would go unnoticed
             self.said.value = sentence_html(str(error))
@@ -182,7 +185,7 @@ class Install:
 
 
 _NEWEST = 20  # runs in the list
-_NONE = "choose …"
+_NONE = "a recorded run …"
 _ALONE = "no other run"
 
 
@@ -219,14 +222,15 @@ class Recorded:
     def refresh(self) -> None:
         """Lists the newest runs that are over, and keeps the selection."""
         there = [folder for folder in RunFolder.all()[: -_NEWEST - 1 : -1] if folder.trouble() or is_recorded(folder)]
-        self._list([(_NONE, ""), *((label(folder), str(folder.path)) for folder in there)])
+        own = [(label(folder), str(folder.path)) for folder in there]
+        self._list([(_NONE, ""), *_told_apart(own), *((_shipped_label(name), name) for name in shipped())])
 
     def choose(self, path: str, beside: str = "") -> None:
         """Selects a run by its path, and one beside it, and calls `on_choice`; an empty path clears the selection."""
         options = list(self.which.options)
         for chosen in (path, beside):
             if chosen not in [value for _, value in options]:
-                options.append((label(RunFolder(chosen)), chosen))
+                options.append((label(RunFolder.find(chosen)), chosen))
         self._list(options)
         self._listing = True
         self.beside.value = beside
@@ -236,7 +240,7 @@ class Recorded:
     def _list(self, options: list[tuple[str, str]]) -> None:
         chosen = self.which.value
         if chosen not in [path for _, path in options]:
-            options.append((label(RunFolder(chosen)), chosen))
+            options.append((label(RunFolder.find(chosen)), chosen))
         self._listing = True  # setting the options selects the first one for a moment
         try:
             beside = self.beside.value
@@ -311,20 +315,35 @@ def what(folder: RunFolder) -> str:
     return f"{what}{on}, {_ranks(asked)}"
 
 
+def _shipped_label(name: str) -> str:
+    """A line for a run that comes with the lab: `comes with the lab · DDP · 2 ranks`."""
+    strategy, _, ranks = name.removeprefix(MARK).rpartition("-x")
+    return f"comes with the lab · {STRATEGIES[strategy].title} · {counted(int(ranks), 'rank')}"
+
+
+def _told_apart(options: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The options, with the name of the run where several have the same line."""
+    counts = Counter(line for line, _ in options)
+    return [(f"{line} · {Path(path).name}" if counts[line] > 1 else line, path) for line, path in options]
+
+
 def label(folder: RunFolder) -> str:
-    """A line for a list of runs: `03 Mar 14:05 · DDP · 2 ranks · finished`."""
+    """A line for a list of runs: `03 Mar 14:05 · DDP · CNN, 40 steps · 2 ranks · finished`."""
     if why := folder.trouble():
         return visible_line(f"{folder.name} · unreadable: {why}")
     asked, status = folder.read_spec(), current(folder)
     when = time.strftime("%d %b %H:%M", time.localtime(status.started)) if status.started else folder.name
     strategy = STRATEGIES.get(asked.strategy)
     what = strategy.title if strategy else Path(str(asked.script or folder.name)).name
+    workload = WORKLOADS.get(asked.workload)
+    trained = [workload.title.partition(":")[0]] if workload else []
+    trained += [f"{asked.steps} steps"] if asked.steps else []
+    what = " · ".join([what, ", ".join(trained)] if trained else [what])
     return visible_line(f"{when} · {what} · {_ranks(asked)} · {'over' if status.state == 'ready' else status.state}")
 
 
 def _ranks(asked: SpecFields) -> str:
-    number = asked.nproc or 1
-    return f"{number} rank" + ("" if number == 1 else "s")
+    return counted(asked.nproc or 1, "rank")
 
 
 def text_of(folder: RunFolder, path: Path) -> str:

@@ -27,7 +27,7 @@ from labkit.frontends.panel.presentation import Presentation
 from labkit.frontends.panel.profiled import MemoryTab, TimelineTab
 from labkit.frontends.panel.recorded import what
 from labkit.frontends.panel.replay import Replay
-from labkit.frontends.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of
+from labkit.frontends.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of, what_html
 from labkit.plan.spec import Spec
 from labkit.record.documents import Plan, SpecFields, plain
 from labkit.record.folder import RunFolder
@@ -156,7 +156,9 @@ class RunView:
         self._why.observe(lambda _: self._explain(), "value")
         self._diagnosis = ipywidgets.HTML(layout={"display": "none"})
         self._diagnosis.add_class("labkit-diagnoses")
-        line = ipywidgets.HBox([self.finding, self._why])
+        self._what = ipywidgets.HTML()  # which run is on screen: the configuration may have changed since it started
+        self._what.add_class("labkit-what")
+        line = ipywidgets.HBox([self._what, self.finding, self._why])
         line.add_class("labkit-line")
         self.findings = ipywidgets.VBox([line, self._diagnosis])
         self.findings.add_class("labkit-findings")
@@ -177,7 +179,7 @@ class RunView:
         self._on_over = on_over
         self._job: Job | None = None
         self._folder: RunFolder | None = None  # of the run that `state` is of
-        self._recorded = self._replayed = self._stopping = self._busy = self._paused = False
+        self._recorded = self._replayed = self._stopping = self._busy = self._paused = self._awaited = False
         self._thread: threading.Thread | None = None
 
     def _alone(self) -> list[ipywidgets.Widget]:
@@ -210,6 +212,20 @@ class RunView:
         """Sets the message above the charts; an empty string removes it."""
         self.finding.value = sentence_html(sentence)
 
+    def await_run(self, words: str) -> None:
+        """A run is being started, which Stop ends as soon as `follow` is called; `words` say what is done meanwhile."""
+        self._awaited, self._stopping = True, False
+        self.complain("")
+        self.say(words)
+        self.stop_button.disabled = False
+
+    def not_started(self, why: str) -> None:
+        """The run that was being started has failed to start."""
+        self._awaited = False
+        self.stop_button.disabled = True
+        self.say("failed to start", "bad")
+        self.complain(why)
+
     def preview(self, spec: Spec) -> None:
         """Shows empty charts for a run that has not started, and its expected memory and traffic."""
         state = RunState()
@@ -236,12 +252,16 @@ class RunView:
         """Shows a run until it is over; it has stored what the learner entered."""
         self.guess.clear()
         self.replay.close()
-        self._job, self._stopping, self._busy = job, False, True
-        self._recorded = self._replayed = False
-        self._thread = threading.Thread(
-            target=self._watch, args=(job,), daemon=True, name=f"labkit view of {job.folder.name}"
-        )
-        self._thread.start()
+        with self._lock:
+            stopped, self._awaited = self._awaited and self._stopping, False
+            self._job, self._stopping, self._busy = job, False, True
+            self._recorded = self._replayed = False
+            self._thread = threading.Thread(
+                target=self._watch, args=(job,), daemon=True, name=f"labkit view of {job.folder.name}"
+            )
+            self._thread.start()
+        if stopped:
+            self.stop()
 
     def open(self, folder: RunFolder, beside: RunFolder | None = None) -> None:
         """Shows the beginning of a recorded run, and its time line; with another one `beside` it, in step. Reads all of
@@ -281,9 +301,14 @@ class RunView:
             self._thread.join(timeout)
 
     def stop(self) -> None:
-        """Stops the run; returns immediately."""
-        if self._job is None or self._stopping:
-            return
+        """Stops the run; returns immediately. A run that is being started stops when it has."""
+        with self._lock:
+            if self._stopping or not (self._awaited or self._job):
+                return
+            if self._awaited:
+                self.stop_button.disabled = self._stopping = True
+                self.say("stopping")
+                return
         self.stop_button.disabled = True
         self.say("stopping")  # first: with the flag set, the other thread may say how it ended
         self._stopping = True
@@ -331,7 +356,7 @@ class RunView:
         source.progress = lambda share: self.say(f"reading the run: {share:.0%}")
         source.poll()
         source.progress = lambda share: None
-        self.stop_button.disabled = source.state.over
+        self.stop_button.disabled = source.state.over or self._stopping
         self._begin(source.state, job.folder)
         due = 0.0
         while True:
@@ -368,6 +393,7 @@ class RunView:
             self.say("stopping")  # again: the kernel may have said it while this thread said something else
         else:
             self.say(state.words, tone_of(state))
+        self._what.value = "" if self._folder is None else what_html(state)
         self.progress.value = progress_html(state)
         self.finding.value = finding_html(state)
         self._explain()

@@ -13,6 +13,7 @@ from pygments.lexers import DiffLexer, PythonLexer
 from labkit.analysis.diagnose import findings
 from labkit.analysis.metrics import seconds_left
 from labkit.common.text import escape
+from labkit.common.units import counted
 from labkit.frontends.panel.charts import HandshakeWidget, program
 from labkit.jobs.job_files import PORT
 from labkit.plan.fields import SpecError
@@ -21,6 +22,7 @@ from labkit.plan.script import diff_scripts, write_script
 from labkit.plan.spec import Spec
 from labkit.record.state import RunState
 from labkit.setup.machine import Machine
+from labkit.training.strategies import STRATEGIES
 
 # ---- source code as HTML
 
@@ -129,6 +131,14 @@ def tone_of(state: RunState) -> str:
     return _TONES.get(state.status.state, "waiting")
 
 
+def what_html(state: RunState) -> str:
+    """What a run trains: strategy, workload and ranks, or its script."""
+    spec = state.spec
+    row = STRATEGIES.get(spec.strategy or "")
+    parts = [row.title if row else "train.py", spec.workload or "", counted(state.world_size, "rank")]
+    return escape(" · ".join(filter(None, parts)))
+
+
 def progress_html(state: RunState) -> str:
     """Step i/n, a progress bar, and the time left or, at the end, the total time."""
     total, step = state.total_steps, state.step
@@ -160,7 +170,8 @@ def finding_html(state: RunState) -> str:
         return sentence_html(state.words)
     if first is None:
         return ""
-    return sentence_html(f"{first.title}: {first.evidence}", first.fix, first.kind)
+    more = "" if first.evidence in first.title else f": {first.evidence}"
+    return sentence_html(f"{first.title}{more}", first.fix, first.kind)
 
 
 def sentence_html(text: str, fix: str = "", kind: str = "wrong") -> str:
@@ -176,3 +187,10 @@ def devices_of(machine: Machine) -> str:
         return " + ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
     reason = machine.no_gpu_reason.removeprefix("this machine has ")
     return "no GPU here: CPU ranks over gloo" if reason == "no GPU" else f"{machine.no_gpu_reason}: CPU ranks over gloo"
+
+
+def shared_cores(machine: Machine, ranks: int) -> str:
+    """That CPU ranks share cores, which makes their steps slower; empty if each can have its own."""
+    if ranks <= machine.cores:
+        return ""
+    return f"{ranks} CPU ranks share {counted(machine.cores, 'core')}: they take turns"

@@ -2,12 +2,12 @@
 instead of ten.
 
 ============ ======================================================================================================
-`client`     the launcher's side: messages to the server, what a run and the server must have in common, the start
-`hash_order` whether a script could depend on the seed of `hash(str)`, the one thing that warm ranks share
+`client`     the launcher's side: messages to the server, what a run and the server must have in common, the start; and
+             whether a script could depend on the seed of `hash(str)`, the one thing that warm ranks share
 `server`     the warm server: one per user and interpreter, with a socket in a folder of mode 0700
 `fork`       a forked process, with the state of a newly started one and the interface of `subprocess.Popen`
 `ranks`      torchrun's own agent, with forked ranks
 ============ ======================================================================================================
 
-Only the first two are imported outside of the server. They do not import torch.
+Only the first is imported outside of the server. It does not import torch.
 """

@@ -6,10 +6,69 @@ package contains the training code, which `labkit.plan.script` reads as text and
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from labkit.setup.preflight import Needs
 from labkit.training.options import MOST, Option
 from labkit.training.rows import Strategy
-from labkit.training.strategies import combinations, pipelines, rules, shared
+from labkit.training.strategies import pipelines, rules
+
+# ---- options of several strategies, and reasons why several do not support a common option
+
+BUCKET_MB = Option(
+    "bucket_mb",
+    0,
+    "size of a gradient bucket in MiB; smaller ones are sent earlier; 0: torch's default, 1 MiB for the first bucket"
+    " and 25 MiB for the others",
+    minimum=0,
+    maximum=MOST,
+)
+DDP_OPTIONS = (
+    BUCKET_MB,
+    Option(
+        "static_graph", False, "declare that every step runs the same graph, so that DDP can optimize after the first"
+    ),
+    Option(
+        "compression",
+        "none",
+        "compress gradients to 16 bits, or to low-rank factors",
+        choices=("none", "fp16", "powersgd"),
+    ),
+)
+RESHARD = Option(
+    "reshard_after_forward", True, "free the gathered parameters after forward and all-gather them again in backward"
+)
+TP_SIZE = Option("tp_size", 2, "number of ranks that split each layer", minimum=1, maximum=MOST)
+PP_SIZE = Option("pp_size", 2, "number of ranks in a pipeline", minimum=2, maximum=MOST)
+SCHEDULE = Option(
+    "schedule",
+    "1F1B",
+    "order of the forward and backward passes of the micro-batches",
+    choices=("GPipe", "1F1B", *pipelines.TWO_STAGES),
+)
+# Zero-bubble schedules compute parameter gradients separately, which bypasses the hooks with which DDP and FSDP2
+# synchronize them.
+SCHEDULE_OF_WRAPPED = replace(SCHEDULE, choices=("GPipe", "1F1B", "Interleaved1F1B"))
+MICRO_BATCHES = Option("micro_batches", 4, "number of micro-batches per batch", minimum=1, maximum=MOST)
+SEQUENCE_PARALLEL = Option(
+    "sequence_parallel", False, "split the activations between the split matrices along the sequence dimension"
+)
+REPLICAS = Option(
+    "replicas",
+    1,
+    "number of groups of ranks that each hold one sharded copy of the model (HSDP)",
+    minimum=1,
+    maximum=MOST,
+)
+# Why a strategy does not support a common option.
+REPLICATED = (
+    "nn.DataParallel creates new replicas at every step, which would run the blocks of device 0; use the strategy ddp"
+)
+PIPELINED = "a pipeline already splits the batch into micro-batches; set micro_batches"
+SCALED = "torch's GradScaler cannot handle sharded and replicated gradients together; use --precision bf16 or fp32"
+
+
+# ---- the table
 
 STRATEGIES: dict[str, Strategy] = {
     row.name: row
@@ -37,7 +96,7 @@ STRATEGIES: dict[str, Strategy] = {
             limit=rules.first_of(rules.added_losses, rules.several_devices),
             processes=lambda spec: 1,
             process_group=False,
-            lacks={"checkpoint_activations": shared.REPLICATED, "compile": shared.REPLICATED},
+            lacks={"checkpoint_activations": REPLICATED, "compile": REPLICATED},
             note=rules.emulated,
         ),
         Strategy(
@@ -55,7 +114,7 @@ STRATEGIES: dict[str, Strategy] = {
             constants=rules.ddp_constants,
             differs=rules.ddp_differs,
             options=(
-                *shared.DDP_OPTIONS,
+                *DDP_OPTIONS,
                 Option(
                     "join",
                     False,
@@ -76,7 +135,7 @@ STRATEGIES: dict[str, Strategy] = {
             unmeasured=rules.in_gloos_threads,
             constants=rules.ddp_constants,
             differs=rules.compressed,
-            options=shared.DDP_OPTIONS,
+            options=DDP_OPTIONS,
         ),
         Strategy(
             name="deepspeed",
@@ -129,7 +188,7 @@ STRATEGIES: dict[str, Strategy] = {
                     minimum=1,
                     maximum=10**12,
                 ),
-                shared.REPLICAS,
+                REPLICAS,
             ),
             constants=lambda spec: {"SHARDING": "HYBRID_SHARD"} if spec.options["replicas"] > 1 else {},
         ),
@@ -148,14 +207,14 @@ STRATEGIES: dict[str, Strategy] = {
             limit=rules.fsdp2_limit,
             unmet=rules.fully_shard_on_cpu,
             options=(
-                shared.RESHARD,
+                RESHARD,
                 Option(
                     "cpu_offload",
                     False,
                     "keep parameters, gradients and optimizer state in CPU memory, and run the optimizer there",
                 ),
                 Option("prefetch", 0, "number of blocks that are all-gathered ahead", choices=(0, 1, 2)),
-                shared.REPLICAS,
+                REPLICAS,
             ),
         ),
         Strategy(
@@ -170,14 +229,14 @@ STRATEGIES: dict[str, Strategy] = {
             data_ranks=lambda spec: 1,
             limit=rules.tensor_limit,
             options=(
-                shared.SEQUENCE_PARALLEL,
+                SEQUENCE_PARALLEL,
                 Option(
                     "loss_parallel",
                     False,
                     "keep the logits split over the vocabulary and compute the loss from the shards",
                 ),
             ),
-            lacks={"fp16": shared.SCALED},
+            lacks={"fp16": SCALED},
         ),
         Strategy(
             name="pp",
@@ -190,11 +249,75 @@ STRATEGIES: dict[str, Strategy] = {
             data_ranks=lambda spec: 1,
             limit=rules.first_of(rules.added_losses, pipelines.limit, pipelines.micro_batch_limit),
             unmet=rules.without_evaluation,
-            options=(shared.SCHEDULE, shared.MICRO_BATCHES),
-            lacks={"accumulate": shared.PIPELINED},
+            options=(SCHEDULE, MICRO_BATCHES),
+            lacks={"accumulate": PIPELINED},
             constants=pipelines.constants,
         ),
-        *combinations.ROWS,
+        Strategy(
+            name="fsdp2_tp",
+            title="FSDP2 × TP",
+            further=True,
+            splits="The layers along one axis of the mesh (TP); the batch and the state along the other (FSDP2).",
+            sends="Activations: all-reduce (TP axis). Parameters: all-gather, gradients: reduce-scatter (FSDP2 axis).",
+            one_loss=lambda spec: spec.options["tp_size"],
+            wrapper="FSDP",
+            layout="shards",
+            autocast=False,
+            traffic=("layers", "rows", "norms", "norms_of_layers"),
+            states="rows",
+            data_ranks=lambda spec: spec.nproc // spec.options["tp_size"],
+            limit=rules.first_of(rules.mesh_limit, rules.tensor_limit),
+            unmet=rules.fully_shard_on_cpu,
+            default_nproc=4,
+            options=(TP_SIZE, SEQUENCE_PARALLEL, RESHARD),
+            lacks={"fp16": SCALED},
+        ),
+        Strategy(
+            name="pp_ddp",
+            title="PP × DDP",
+            further=True,
+            splits="The blocks over one axis of the mesh (PP), the batch over the other (DDP).",
+            sends=(
+                "Activations and their gradients along a pipeline; parameter gradients: all-reduce between pipelines."
+            ),
+            wrapper="DDP",
+            layout="shards",
+            traffic=("stages", "gradients_of_stages", "agreements"),
+            states="whole",
+            data_ranks=lambda spec: spec.nproc // spec.options["pp_size"],
+            limit=rules.first_of(rules.added_losses, rules.mesh_limit, pipelines.limit, pipelines.micro_batch_limit),
+            unmet=rules.without_evaluation,
+            default_nproc=4,
+            options=(PP_SIZE, SCHEDULE_OF_WRAPPED, MICRO_BATCHES, BUCKET_MB),
+            lacks={"accumulate": PIPELINED},
+            constants=pipelines.constants,
+        ),
+        Strategy(
+            name="pp_fsdp2_tp",
+            title="PP × FSDP2 × TP",
+            further=True,
+            splits="The blocks (PP), the batch and the state of each rank (FSDP2), and the layers (TP).",
+            sends="The traffic of PP, FSDP2 and TP, each along its own axis of the mesh.",
+            wrapper="FSDP",
+            one_loss=lambda spec: spec.options["tp_size"],
+            layout="shards",
+            autocast=False,
+            traffic=("stages", "layers", "rows", "norms", "norms_of_layers", "agreements"),
+            states="rows",
+            data_ranks=lambda spec: spec.nproc // (spec.options["pp_size"] * spec.options["tp_size"]),
+            limit=rules.first_of(rules.mesh_limit, pipelines.limit, pipelines.micro_batch_limit, rules.tensor_limit),
+            unmet=rules.without_evaluation,
+            default_nproc=8,
+            options=(
+                PP_SIZE,
+                TP_SIZE,
+                SCHEDULE_OF_WRAPPED,
+                MICRO_BATCHES,
+                SEQUENCE_PARALLEL,
+            ),
+            lacks={"accumulate": PIPELINED, "fp16": SCALED},
+            constants=pipelines.constants,
+        ),
         Strategy(
             name="diloco",
             title="DiLoCo",
@@ -261,7 +384,7 @@ STRATEGIES: dict[str, Strategy] = {
                     " positions for heads",
                     choices=("all_gather", "ring", "ulysses"),
                 ),
-                shared.BUCKET_MB,
+                BUCKET_MB,
             ),
             note=lambda device: (
                 "Attention is written in PyTorch; torch's own context_parallel has kernels for GPUs only."

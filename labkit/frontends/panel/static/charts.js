@@ -44,34 +44,71 @@ function theme(element) {
   return { ink: of("--labkit-ink", style.color), grid: of("--labkit-grid", "rgba(128,128,128,0.3)"), scale };
 }
 
+const ENTRY = 19; // px of height of one entry of a legend
+const NARROW = 330; // px of width below which a chart has no legend
 const BASE_HEIGHT = 140; // px of height that a chart needs for letters of normal size
+const BOLD = 0.64; // width of a letter of a heading, relative to its size
 const LETTER = 0.6; // width of a letter of an axis title, relative to its size
 const SMALLEST = 7; // px of an axis title
 const BELOW_HEADING = 0.25; // of the top margin
 
-function themed(chart, { ink, grid, scale: wanted }) {
+function themed(chart, { ink, grid, scale: wanted }, charts) {
   const scale = Math.min(wanted, Math.max(1, chart.box.clientHeight / BASE_HEIGHT));
   const { layout, data } = chart;
   layout.font.color = ink;
   for (const axis of [layout.xaxis, layout.yaxis]) axis.gridcolor = grid;
   for (const trace of data) if (trace.meta?.ink) trace.line.color = ink;
+  widen(chart);
   resize(chart, scale / (chart.scale ?? 1));
   chart.scale = scale;
-  fitTitle(chart);
+  if (chart.box.clientWidth < NARROW) narrow(chart);
+  else if (data.every((trace) => trace.type === "scatter") && ENTRY * scale * data.filter(({ showlegend }) => showlegend).length > legendRoom(chart)) unlisted(chart);
+  layout.yaxis.title.font = { size: Math.min(...[...charts].filter(({ box }) => box.clientHeight).map(titleSize)) }; // one size in all charts
   fitLegend(chart);
 }
 
+// A narrow chart, one of four in a row, has the room for its plot: no legend and no note, whose colours and words the
+// picture of the machine and the hover text have.
+function narrow(chart) {
+  unlisted(chart);
+  const { title } = chart.layout;
+  title.text = title.text.replace(/<span.*<\/span>/, "");
+  const letters = title.text.replace(/<[^>]*>/g, "").length;
+  title.font.size = Math.min(title.font.size, (chart.box.clientWidth - 2 * title.pad.l) / (BOLD * letters));
+}
+
+// No legend of ranks that would end before the last rank.
+function unlisted(chart) {
+  const { layout } = chart;
+  chart.wide = { right: layout.margin.r, title: layout.title.text, size: layout.title.font.size };
+  layout.showlegend = false;
+  layout.margin.r = layout.margin.t / 2;
+}
+
+function widen(chart) {
+  if (!chart.wide) return;
+  const { layout, wide } = chart;
+  delete layout.showlegend;
+  layout.margin.r = wide.right;
+  layout.title.text = wide.title;
+  layout.title.font.size = wide.size;
+  chart.wide = null;
+}
+
 // The rotated title of the y axis is no longer than the axis: in a low chart it would reach the heading.
-function fitTitle({ box, layout }) {
-  const { title } = layout.yaxis;
-  const room = box.clientHeight - layout.margin.t - layout.margin.b;
-  const size = Math.min(1.2 * layout.font.size, room / (LETTER * title.text.length));
-  title.font = { size: Math.max(SMALLEST, size) };
+function titleSize({ box, layout: { yaxis, font, margin } }) {
+  const room = box.clientHeight - margin.t - margin.b;
+  return Math.max(SMALLEST, Math.min(1.2 * font.size, room / (LETTER * yaxis.title.text.length)));
 }
 
 // The legend begins below the heading, and scrolls if it is longer than the chart.
-function fitLegend({ box, layout: { legend, margin } }) {
-  const room = box.clientHeight - margin.t;
+function legendRoom({ box, layout: { margin } }) {
+  return box.clientHeight - margin.t;
+}
+
+function fitLegend(chart) {
+  const { legend, margin } = chart.layout;
+  const room = legendRoom(chart);
   if (legend.y > 1) legend.y = 1 + BELOW_HEADING * margin.t / (room - margin.b);
   legend.maxheight = room;
 }
@@ -140,7 +177,7 @@ class Board {
   take(names, updates) {
     for (const name of [...this.charts.keys()]) if (!names.includes(name)) this.remove(name);
     for (const update of updates) {
-      if (update.whole) Object.assign(this.chart(update.name), update.whole, { dirty: true, scale: 1 });
+      if (update.whole) Object.assign(this.chart(update.name), update.whole, { dirty: true, scale: 1, wide: null });
       else {
         const chart = this.chart(update.name);
         takeMore(chart, update.more);
@@ -196,7 +233,7 @@ class Board {
 
   draw(chart) {
     chart.dirty = false;
-    themed(chart, theme(this.element));
+    themed(chart, theme(this.element), this.charts.values());
     chart.layout.width = chart.box.clientWidth;
     chart.layout.height = chart.box.clientHeight;
     chart.box.setAttribute("role", "figure");

@@ -4,7 +4,7 @@
 
 const PRESSED = ".widget-toggle-button, .widget-toggle-buttons button";
 // closed first by Escape
-const EXPANDED = [".labkit-more.mod-active", ".labkit-why.mod-active", ".labkit-compare-recorded.mod-active"];
+const EXPANDED = [".labkit-more.mod-active", ".labkit-why.mod-active", ".labkit-compare-more.mod-active"];
 
 function isTyping(element) {
   if (element.isContentEditable || ["TEXTAREA", "SELECT"].includes(element.tagName)) return true;
@@ -39,11 +39,14 @@ class Panel {
     const focused = (event) => (this.last = event.target);
     const key = (event) => this.key(event);
     element.addEventListener("focusin", focused);
+    const pressed = (event) => this.fold(event.target);
     window.addEventListener("keydown", key, true);
+    window.addEventListener("pointerdown", pressed, true);
     this.close = () => {
       changed.disconnect();
       element.removeEventListener("focusin", focused);
       window.removeEventListener("keydown", key, true);
+      window.removeEventListener("pointerdown", pressed, true);
     };
     this.label(element);
     this.show();
@@ -61,7 +64,7 @@ class Panel {
 
   press(button) {
     const value = String(button.classList.contains("mod-active"));
-    const name = button.matches(".labkit-more, .labkit-why, .labkit-compare-recorded") ? "aria-expanded" : "aria-pressed";
+    const name = button.matches(".labkit-more, .labkit-why, .labkit-compare-more") ? "aria-expanded" : "aria-pressed";
     if (button.getAttribute(name) !== value) button.setAttribute(name, value);
   }
 
@@ -94,6 +97,14 @@ class Panel {
     const open = this.element.querySelector(EXPANDED.join(", "));
     if (open) return () => (open.click(), open.focus());
     return this.model.get("on") ? () => this.toggle() : null;
+  }
+
+  // A click beside an open box closes it: it would cover the tabs and charts.
+  fold(target) {
+    for (const open of this.element.querySelectorAll(EXPANDED.join(", "))) {
+      const box = open.closest(".labkit-options, .labkit-findings");
+      if (!box.contains(target)) open.click();
+    }
   }
 
   toggleRun() {
