@@ -55,6 +55,8 @@ def test_lab_keeps_its_token_and_stays_on_this_machine(monkeypatch):
         [str(CLONE / "labkit" / "setup" / "jupyter"), "/etc/mine"]
     )
     assert settings["LABKIT_RUNS"] == str(CLONE / "runs")
+    first = Path(settings["JUPYTER_PATH"].split(os.pathsep)[0])
+    assert json.loads((first / "kernels" / "python3" / "kernel.json").read_text())["argv"][0] == sys.executable
     assert settings["PLOTLY_RENDERER"] == "plotly_mimetype"
     monkeypatch.setenv("PLOTLY_RENDERER", "svg")
     assert project.lab_environment()["PLOTLY_RENDERER"] == "svg"
