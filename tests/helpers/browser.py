@@ -214,13 +214,22 @@ def chromium() -> Iterator[sync_api.Browser]:
 # ---- what a test does with a page
 
 
-# The first request of a page is sometimes lost between JupyterLab and its server: a cell would wait for ever.
-_ANSWERS = """async () => {
+# The first requests of a page are sometimes lost between JupyterLab and its server: it would never know the state of the
+# kernel, which connecting again tells it, and a cell would wait for ever.
+IDLE = """(() => {
     const kernel = window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel;
-    if (kernel?.status !== "idle") return false;
-    const answer = kernel.requestExecute({ code: "", silent: true }).done.then(() => true);
+    if (kernel?.status === "unknown" && performance.now() - (window.connected ??= performance.now()) > 10000) {
+        window.connected = performance.now();
+        kernel.reconnect();
+    }
+    return kernel?.status === "idle";
+})()"""
+_ANSWERS = f"""async () => {{
+    if (!{IDLE}) return false;
+    const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+    const answer = kernel.requestExecute({{ code: "", silent: true }}).done.then(() => true);
     return Promise.race([answer, new Promise(done => setTimeout(() => done(false), 5000))]);
-}"""
+}}"""
 # JavaScript has no time limit of its own.
 _EXECUTE = """([name, given, limit]) => Promise.race([
     window.jupyterapp.commands.execute(name, given).then(() => null),
