@@ -6,7 +6,7 @@ import re
 
 import nbformat
 import pytest
-from browser import IDLE, RUN_TIMEOUT, TOKEN, command, open_notebook, picture, see, sync_api, wait_for_words
+from browser import ANSWERS, RUN_TIMEOUT, TOKEN, command, open_notebook, picture, see, sync_api, wait_for_words
 from firefox import firefox
 from nbformat.v4 import new_code_cell, new_notebook
 
@@ -39,7 +39,7 @@ def test_firefox_runs_the_panel(jupyter):
     (jupyter.work / "fire.py").write_text(f"# %%\n{PANEL}")
     with firefox() as page:
         page.goto(jupyter.file("fire.py"))
-        page.wait_for(IDLE)
+        page.wait_for(ANSWERS)
         page.value("window.jupyterapp.commands.execute('notebook:run-all-cells'); return null")
         page.wait_for("document.querySelector('.labkit .labkit-run:enabled') !== null")
         page.value("document.querySelector('.labkit').scrollIntoView({block: 'start'}); return null")

@@ -215,21 +215,19 @@ def chromium() -> Iterator[sync_api.Browser]:
 
 
 # The first requests of a page are sometimes lost between JupyterLab and its server: it would never know the state of the
-# kernel, which connecting again tells it, and a cell would wait for ever.
-IDLE = """(() => {
+# kernel, which connecting again tells it, and a cell would wait for ever. True once the kernel has answered.
+ANSWERS = """(() => {
     const kernel = window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel;
-    if (kernel?.status === "unknown" && performance.now() - (window.connected ??= performance.now()) > 10000) {
-        window.connected = performance.now();
+    const late = performance.now() - (window.asked ??= performance.now()) > 5000;
+    if (kernel?.status === "idle" && (late || window.answered === undefined)) {
+        [window.asked, window.answered] = [performance.now(), false];
+        kernel.requestExecute({ code: "", silent: true }).done.then(() => (window.answered = true));
+    } else if (kernel?.status === "unknown" && late) {
+        window.asked = performance.now();
         kernel.reconnect();
     }
-    return kernel?.status === "idle";
+    return window.answered === true;
 })()"""
-_ANSWERS = f"""async () => {{
-    if (!{IDLE}) return false;
-    const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
-    const answer = kernel.requestExecute({{ code: "", silent: true }}).done.then(() => true);
-    return Promise.race([answer, new Promise(done => setTimeout(() => done(false), 5000))]);
-}}"""
 # JavaScript has no time limit of its own.
 _EXECUTE = """([name, given, limit]) => Promise.race([
     window.jupyterapp.commands.execute(name, given).then(() => null),
@@ -240,7 +238,7 @@ _EXECUTE = """([name, given, limit]) => Promise.race([
 def open_notebook(page: sync_api.Page, jupyter: Jupyter, path: str) -> None:
     page.goto(jupyter.file(path))
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    wait_until(lambda: page.evaluate(_ANSWERS), 60)
+    wait_until(lambda: page.evaluate(ANSWERS), 60)
 
 
 def command(page: sync_api.Page, name: str, **arguments: str) -> None:
