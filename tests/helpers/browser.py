@@ -214,8 +214,8 @@ def chromium() -> Iterator[sync_api.Browser]:
 # ---- what a test does with a page
 
 
-# The first requests of a page are sometimes lost between JupyterLab and its server: it would never know the state of the
-# kernel, which connecting again tells it, and a cell would wait for ever. True once the kernel has answered.
+# The first requests of a page are sometimes lost between JupyterLab and its server: it would never know the state of
+# the kernel, which connecting again tells it, and a cell would wait for ever. True once the kernel has answered.
 ANSWERS = """(() => {
     const kernel = window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel;
     const late = performance.now() - (window.asked ??= performance.now()) > 5000;
