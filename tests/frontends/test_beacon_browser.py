@@ -153,7 +153,7 @@ def test_neither_in_the_panel_and_its_figures(page, jupyter, asked):
     panel.wait_for(timeout=RUN_TIMEOUT)
     see(panel)
     sync_api.expect(panel.locator(".labkit-recording")).to_be_visible()
-    panel.locator(".labkit-run").click()
+    panel.get_by_role("button", name="■ failed").click()  # the end of its time line
     charts = panel.locator(".labkit-chart .js-plotly-plot, .labkit-chart.js-plotly-plot")
     wait_until(lambda: charts.count() >= 4, 60)
     tabs = panel.locator(".lm-TabBar-tab")

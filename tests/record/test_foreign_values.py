@@ -23,6 +23,7 @@ from labkit.record.documents import LaunchPlan, SpecFields, Status, Unreadable, 
 from labkit.record.events import Activity, Unknown, decoded
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
+from labkit.record.packed import shipped
 from labkit.runs.handle import Run
 
 BAD = "20261123-000000-bad"
@@ -151,7 +152,7 @@ def test_the_panel_opens_beside_a_bad_folder_and_says_what_is_wrong_with_it(bad)
     folder, reason = bad
     lab = Lab(strategy="ddp", nproc=2)
     labels = {path: words for words, path in lab._recorded.which.options}
-    assert len(labels) == 3 and reason.split(", got")[0] in labels[str(folder.path)]
+    assert len(labels) == 3 + len(shipped()) and reason.split(", got")[0] in labels[str(folder.path)]
     lab._recorded.which.value = str(folder.path)
     wait_until(lambda: "cannot be read" in lab._view.finding.value)
     assert not lab._run_button.disabled
