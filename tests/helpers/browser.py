@@ -218,13 +218,13 @@ def chromium() -> Iterator[sync_api.Browser]:
 # the kernel, which connecting again tells it, and a cell would wait for ever. True once the kernel has answered.
 ANSWERS = """(() => {
     const kernel = window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel;
-    const late = performance.now() - (window.asked ??= performance.now()) > 5000;
-    if (kernel?.status === "idle" && (late || window.answered === undefined)) {
-        [window.asked, window.answered] = [performance.now(), false];
-        kernel.requestExecute({ code: "", silent: true }).done.then(() => (window.answered = true));
-    } else if (kernel?.status === "unknown" && late) {
-        window.asked = performance.now();
+    const late = kernel && performance.now() - (window.asked ??= performance.now()) > 10000;
+    if (late && window.answered !== true) {
+        [window.asked, window.answered] = [performance.now(), undefined];
         kernel.reconnect();
+    } else if (kernel?.status === "idle" && window.answered === undefined) {
+        window.answered = false;
+        kernel.requestExecute({ code: "", silent: true }).done.then(() => (window.answered = true));
     }
     return window.answered === true;
 })()"""
@@ -238,7 +238,7 @@ _EXECUTE = """([name, given, limit]) => Promise.race([
 def open_notebook(page: sync_api.Page, jupyter: Jupyter, path: str) -> None:
     page.goto(jupyter.file(path))
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    wait_until(lambda: page.evaluate(ANSWERS), 60)
+    wait_until(lambda: page.evaluate(ANSWERS), 120)
 
 
 def command(page: sync_api.Page, name: str, **arguments: str) -> None:

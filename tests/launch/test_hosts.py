@@ -45,7 +45,7 @@ def test_two_hosts_train_as_one_machine_lose_each_other_and_meet_again(runs, sha
         ]
         paths = wait_until(lambda: len(found := sorted(runs.glob("*/spec.json"))) == 2 and found)
         first, second = (Run.attach(path.parent) for path in paths)
-        wait_until(lambda: "trained" in first.logs(0) and "trained" in second.logs(1))
+        wait_until(lambda: "trained" in first.logs(0) and "trained" in second.logs(1), 180)
         check_losses([first.state.ranks[0], second.state.ranks[1]], shared_run)
         two[1].plug("down")
         wait_until(lambda: len(first.state.nodes) == 2 + len(alone) and len(second.state.nodes) == 2)
