@@ -149,11 +149,6 @@ class Recording:
         self._readers = [folder.reader(path) for path in (*folder.event_files().values(), folder.system)]
         self._streams = [_Stream(reader, span) for reader in self._readers]
 
-    @property
-    def position(self) -> float:
-        """Where the replay is: seconds since the run began."""
-        return self._at - self.began
-
     def poll(self) -> bool:
         """Folds in all events that are due; True if there were any."""
         now = time.monotonic()

@@ -10,6 +10,7 @@ from labkit.common.files import user_cache
 from labkit.common.reading import read_regular
 from labkit.common.units import size
 from labkit.common.zips import BadArchive, unpack
+from labkit.record.files import is_plain
 
 if TYPE_CHECKING:
     from labkit.record.folder import RunFolder
@@ -28,16 +29,13 @@ def recording(run: RunFolder) -> dict[str, bytes]:
     place = f"{RECORDING}/{run.name}"
     documents = (run.spec, run.prediction, run.guess, run.status, run.summary, run.script, run.command, run.system)
     events = [path for path in sorted(run.events.iterdir()) if path.suffix in (".jsonl", ".steps")]
+    logs = sorted(run.logs.rglob("*.log"))
     files = {}
-    for path in (*documents, *events):
-        if path.is_file():
-            with run.open(path) as file:
-                files[f"{place}/{path.relative_to(run.path).as_posix()}"] = file.read()
-    for path in sorted(run.logs.rglob("*.log")):
+    for path in filter(is_plain, (*documents, *events, *logs)):  # a folder from a stranger may have links
         with run.open(path) as file:
-            content = file.read()
-        if content:
-            files[f"{place}/{path.relative_to(run.path).as_posix()}"] = content[-_LOG:]
+            if path in logs:
+                file.seek(max(0, path.stat().st_size - _LOG))
+            files[f"{place}/{path.relative_to(run.path).as_posix()}"] = file.read()
     return files
 
 
@@ -57,19 +55,17 @@ def opened(name: str) -> Path:
     path = SHIPPED / f"{name.removeprefix(MARK)}{_SUFFIX}" if name.startswith(MARK) else Path(name)
     if name.startswith(MARK) and name not in shipped():
         raise LookupError(f"the lab comes with no run {name}; there are: {', '.join(shipped()) or 'none'}")
+    place = None
     try:
         digest = hashlib.sha256(read_regular(path, _MOST_BYTES)).hexdigest()[:16]
         place = user_cache() / "labkit" / "recordings" / digest
         if not place.is_dir():
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             unpack(path, place, mode=0o700)
-    except FileExistsError:
-        pass  # another process has just unpacked it
-    except BadArchive as error:
-        if not place.is_dir():
-            raise LookupError(str(error)) from None
-    except OSError as error:
-        raise LookupError(f"{path} cannot be opened: {error.strerror}") from None
+    except (BadArchive, OSError) as error:
+        if place is None or not place.is_dir():  # otherwise another process has just unpacked it
+            why = str(error) if isinstance(error, BadArchive) else f"{path} cannot be opened: {error.strerror}"
+            raise LookupError(why) from None
     found = [spec.parent for spec in sorted(place.glob(f"{RECORDING}/*/spec.json")) if spec.is_file()]
     if not found:
         raise LookupError(f"{path} ({size(path.stat().st_size)}) has no recorded run; labkit pack RUN writes one")

@@ -36,9 +36,11 @@ def test_a_zip_opens_as_the_run_that_it_holds(runs, tmp_path):
     run = finished_folder(runs, "ddp", 2, step_seconds=0.05)
     (run.path / "checkpoints").mkdir()
     (run.path / "checkpoints" / "big.pt").write_bytes(bytes(1000))
+    (run.logs / "link.log").symlink_to("/etc/hostname")
     path = tmp_path / "mine.zip"
     path.write_bytes(zipped(recording(run)))
     found = RunFolder.find(str(path))
+    assert not (found.logs / "link.log").exists()
     assert found.name == run.name and not (found.path / "checkpoints").exists()
     assert summarise(state_of(found), found.name) == summarise(state_of(run), run.name)
     assert found.path.parents[1].stat().st_mode & 0o777 == 0o700

@@ -56,11 +56,6 @@ class Replay:
         """Whether time passes in the recordings."""
         return self._playing
 
-    @property
-    def position(self) -> float:
-        """Seconds since the first run began."""
-        return self._position
-
     def open(self, *folders: RunFolder, at_end: bool = False, wanted: Callable[[], bool] = lambda: True) -> None:
         """Offers runs that are over, and shows their beginning, or, if `at_end`, nothing: their end is shown already.
 
