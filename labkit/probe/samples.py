@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -28,7 +30,28 @@ _ITERATIONS = 4  # recorded iterations over loaders and samplers
 _ROWS, _DIGESTED = 16, 1 << 16  # rows and bytes of a tensor that are digested
 _ITEMS = 20  # steps in which calls of item are counted
 _SAVES = 50
+Value = TypeVar("Value")
 _UNITS = ("FSDPModule", "FullyShardedDataParallel")
+
+
+class ByIdentity(Generic[Value]):
+    """A value per object, for objects that may be neither hashable nor kept alive; another object at the address of one
+    that is gone has none. A list cannot be told from an earlier one at its address.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[weakref.ref[Any] | None, Value]] = {}
+
+    def get(self, thing: Any) -> Value | None:
+        reference, value = self._values.get(id(thing), (None, None))
+        return value if reference is None or reference() is thing else None
+
+    def put(self, thing: Any, value: Value) -> None:
+        try:
+            reference = weakref.ref(thing)
+        except TypeError:
+            reference = None
+        self._values[id(thing)] = (reference, value)
 
 
 class Observations:
@@ -58,12 +81,13 @@ class Observations:
             "divided": _DIVIDED,
         }
         self._parts: dict[int, tuple[Any, int, Any]] = {}  # by batch sampler: the data set, its size, its sampler
-        self._trained: dict[int, set[int]] = {}  # by data set: the indices of the part that is trained on
-        self._divided: set[int] = set()
+        self._trained: ByIdentity[set[int]] = ByIdentity()  # by data set: the indices that are trained on
+        self._divided: ByIdentity[bool] = ByIdentity()
         self._models_left, self._input_step = _MODELS, 0
         self._copies: list[tuple[int, Any, list[torch.Tensor]]] = []  # of inputs on GPUs: step, end of the copy, rows
         self._stepped: set[int] = set()
-        self._samplers: dict[int, int] = {}
+        self._samplers: ByIdentity[int] = ByIdentity()
+        self._numbers = count()
         patches.wrap("data loaders", "torch.utils.data.DataLoader.__iter__", self._before(self._loader))
         if torch.distributed.is_available():
             patches.wrap("data loaders", "torch.utils.data.DistributedSampler.__iter__", self._before(self._epoch))
@@ -154,7 +178,10 @@ class Observations:
         return make
 
     def _epoch(self, sampler: Any) -> None:
-        which = self._samplers.setdefault(id(sampler), len(self._samplers))
+        which = self._samplers.get(sampler)
+        if which is None:
+            which = next(self._numbers)
+            self._samplers.put(sampler, which)
         self._record(
             "epoch",
             sampler=which,
@@ -172,10 +199,10 @@ class Observations:
             return
         self._parts = {id(loader.batch_sampler): (loader.dataset, samples, sampler)}
         if not self._evaluates() and type(loader.dataset) is torch.utils.data.Subset and samples <= _INDICES:
-            self._trained[id(loader.dataset.dataset)] = set(map(int, loader.dataset.indices))
+            self._trained.put(loader.dataset.dataset, set(map(int, loader.dataset.indices)))
         ranks = getattr(sampler, "num_replicas", 1)
-        if ranks > 1 and id(loader.dataset) not in self._divided:
-            self._divided.add(id(loader.dataset))
+        if ranks > 1 and not self._divided.get(loader.dataset):
+            self._divided.put(loader.dataset, True)
             digest, content = _digests_of_data(loader.dataset)
             if digest:
                 kind = type(loader.dataset).__name__
@@ -204,14 +231,14 @@ class Observations:
         self._guard(self._evaluated, drawn, data, samples, sampler)
 
     def _evaluated(self, drawn: list[Any], data: Any, samples: int, sampler: Any) -> None:
-        count, trained = len(drawn), set()
+        drawn_in_all, trained = len(drawn), set()
         if type(data) is torch.utils.data.Subset:
-            trained = self._trained.get(id(data.dataset), set())
+            trained = self._trained.get(data.dataset) or set()
             drawn = [data.indices[index] for index in drawn]
-        drawn = [int(index) for index in drawn] if count <= _INDICES else []
+        drawn = [int(index) for index in drawn] if drawn_in_all <= _INDICES else []
         shared = sum(index in trained for index in drawn)
         kind = type(sampler).__name__
-        self._record("evaluation", samples=samples, count=count, sampler=kind, indices=drawn, trained=shared)
+        self._record("evaluation", samples=samples, count=drawn_in_all, sampler=kind, indices=drawn, trained=shared)
 
     def _items(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def item(tensor: torch.Tensor) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labkit.probe.samples import SampleCount, packed, shapes_in
+from labkit.probe.samples import ByIdentity, SampleCount, packed, shapes_in
 
 ROWS, SAMPLES = 160, 16
 NODES, GRAPH = torch.zeros(ROWS, 8), torch.zeros(ROWS, dtype=torch.int64)
@@ -43,3 +43,24 @@ def test_a_batch_of_graphs_counts_graphs_also_from_a_loader():
     count.fetched(inputs)
     count.called(1, shapes_in(inputs))
     assert count.take() == ROWS
+
+
+def test_an_object_has_no_value_of_an_earlier_one_at_its_address():
+    class Sampler:
+        """Like torch's samplers, it is made anew for every evaluation."""
+
+    values, addresses = ByIdentity(), set()
+    for _ in range(100):
+        sampler = Sampler()
+        assert values.get(sampler) is None
+        values.put(sampler, 1)
+        assert values.get(sampler) == 1
+        addresses.add(id(sampler))
+        del sampler
+    assert len(addresses) < 100, "no address was used twice"
+
+
+def test_a_list_has_a_value_too():
+    values, data = ByIdentity(), [1, 2]
+    values.put(data, "seen")
+    assert values.get(data) == "seen"
