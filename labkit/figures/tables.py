@@ -128,7 +128,8 @@ def guess_html(state: RunState) -> str:
 def speed_html(state: RunState) -> str:
     """The speed of a run that is over, down to MFU; empty if its FLOP/s are not known."""
     found = efficiency(state)
-    return _notes([" · ".join(found.words)] if state.over and found.computed else [])
+    said = " · ".join(found.words) if state.over and found.computed else ""
+    return f'<span class="labkit-speed">{escape(said)}</span>' if said else ""
 
 
 def _notes(said: Iterable[str]) -> str:

@@ -49,6 +49,14 @@ def shipped() -> list[str]:
     return [MARK + path.stem for path in sorted(SHIPPED.glob(f"*{_SUFFIX}"))] if SHIPPED.is_dir() else []
 
 
+def shipped_like(strategy: str, ranks: int) -> str | None:
+    """The run that comes with the lab for a strategy, with as many ranks as possible up to `ranks`, or else the fewest;
+    None if there is none."""
+    numbers = {int(name.rpartition("-x")[2]): name for name in shipped() if name.startswith(f"{MARK}{strategy}-x")}
+    known = [number for number in numbers if number <= ranks] or sorted(numbers)[:1]
+    return numbers[max(known)] if known else None
+
+
 def opened(name: str) -> Path:
     """The run folder in a zip, unpacked to the user's cache; the same zip is unpacked once. Raises `LookupError`, one
     sentence, if there is none."""

@@ -65,8 +65,10 @@ def test_the_panel_of_lab_00(page, jupyter):
     static_output_is_in_the_notebook(page, "finished")
 
     see(panel)
+    panel.get_by_role("button", name="Settings").click()
     panel.get_by_label("Train for", exact=True).fill("100000")  # it trains until Stop is pressed
     panel.get_by_label("Train for", exact=True).press("Tab")
+    page.keyboard.press("Escape")
     panel.locator(".labkit-run").click()
     wait_for_words(panel, "training")
     wait_until(lambda: points(panel, "loss") > 2, 120)

@@ -76,9 +76,10 @@ def test_the_workload_brings_its_batch_and_options():
     assert choices.batch.value == 16
     assert [
         widget.description
-        for widget in choices._options.popover.children
+        for widget in choices._settings.popover.children
         if hasattr(widget, "description") and widget.description
     ] == [
+        "Train on",
         "precision",
         *(option.name for option in STRATEGIES["ddp"].options),
         *(option.name for option in COMMON),

@@ -105,14 +105,14 @@ def test_the_panel_by_keyboard_alone(page, jupyter):
     page.keyboard.press("Control+A")
     page.keyboard.type("2")
     page.keyboard.press("Tab")
-    sync_api.expect(panel.locator(".labkit-command code")).to_have_text(re.compile("nproc-per-node=2"))
-    tab_to(page, panel, "Options")
+    sync_api.expect(panel.locator(".labkit-batch")).to_contain_text("× 2 =")
+    tab_to(page, panel, "Settings")
     page.keyboard.press("Enter")
     sync_api.expect(panel.get_by_label("bucket_mb")).to_be_visible()
-    sync_api.expect(panel.get_by_role("button", name="Options")).to_have_attribute("aria-expanded", "true")
+    sync_api.expect(panel.get_by_role("button", name="Settings")).to_have_attribute("aria-expanded", "true")
     page.keyboard.press("Escape")
     sync_api.expect(panel.get_by_label("bucket_mb")).to_be_hidden()
-    assert focused(page) == "Options"
+    assert focused(page) == "Settings"
 
     tab_to(page, panel, "Predict")
     page.keyboard.press("Shift+Tab")

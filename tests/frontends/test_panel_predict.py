@@ -240,7 +240,7 @@ def test_a_recorded_run_is_not_predicted(lab, runs):
     lab._recorded.refresh()
     lab._recorded.choose(str(folder.path))
     wait_until(lambda: lab._open is not None and not lab._starting)
-    assert button(lab).disabled and button(lab).layout.display == "none"
+    assert button(lab).disabled and lab._own.layout.display == "none"
     lab._choose("")
     assert not button(lab).disabled
 

@@ -44,11 +44,11 @@ def test_a_recorded_run_plays_in_the_panel_at_its_own_speed(recorded, monkeypatc
     monkeypatch.setattr("labkit.frontends.panel.replay.time", SimpleNamespace(monotonic=lambda: clock[0]))
     lab = opened(Lab(recorded="last"))
     view, replay = lab._view, lab._view.replay
-    assert "DDP: CNN on digits, 2 ranks" in lab._recorded.widgets[0].value
-    assert "recorded on" in lab._recorded.widgets[0].value
-    assert "2 CPU ranks of here" in lab._recorded.widgets[0].value
+    assert "DDP: CNN on digits, 2 ranks" in lab._recorded.title.value
+    assert "recorded on" in lab._recorded.title.value
+    assert "2 CPU ranks of here" in lab._recorded.title.value
     assert view.state.step == 0 and "recorded: " in view.words.value
-    assert lab._run_button.layout.display == view.stop_button.layout.display == "none", "it has a time line instead"
+    assert lab._own.layout.display == "none", "it has a time line instead"
     replay.play()
     wait_until(lambda: "paused" not in view.words.value)
     clock[0] += 1 + 10 * 0.05 + 0.01
@@ -109,9 +109,26 @@ def test_a_run_that_comes_with_the_lab_is_opened(runs, tmp_path, monkeypatch):
     lab = Lab()
     lab._recorded.which.value = "shipped:ddp-x2"
     opened(lab)
-    assert "DDP: CNN on digits, 2 ranks" in lab._recorded.widgets[0].value
+    assert "DDP: CNN on digits, 2 ranks" in lab._recorded.title.value
     lab._view.replay.to_step(20)
     wait_until(lambda: lab._view.state.step == 20)
+
+
+def test_a_run_that_failed_has_a_recorded_one_instead(runs, monkeypatch):
+    lab = Lab(strategy="fsdp2", workload="mlp", nproc=3, steps=5, device="cpu")
+    assert lab._instead.button.layout.display == "none"
+    monkeypatch.setattr("labkit.frontends.panel.lab.start", failing)
+    lab._run_button.click()
+    wait_until(lambda: not lab._instead.button.layout.display)
+    assert lab._instead.button.description == "Open a recorded FSDP2 run"
+    lab._instead.button.click()
+    opened(lab)
+    assert "FSDP2: " in lab._recorded.title.value and "2 ranks" in lab._recorded.title.value
+    assert lab._instead.button.layout.display == "none"
+
+
+def failing(*arguments, **named):
+    raise OSError("no space left on device")
 
 
 def test_runs_with_the_same_line_are_told_apart(runs):
@@ -149,11 +166,11 @@ def test_a_recorded_run_is_chosen_and_closed(recorded):
     lab = Lab(strategy="single")
     assert [path for _, path in lab._recorded.which.options][:2] == ["", str(recorded.path)]
     lab._recorded.which.value = str(recorded.path)
-    wait_until(lambda: lab._head.children == lab._recorded.widgets)
+    wait_until(lambda: not lab._recorded.widget.layout.display)
     lab._recorded.refresh()
     assert lab._open is not None, "a new list keeps the selection"
     lab._recorded.close_button.click()
-    assert (lab._head.children, lab._run_button.layout.display) == (lab._own, "")
+    assert (lab._own.layout.display, lab._recorded.widget.layout.display) == ("", "none")
     assert "--nproc-per-node=1" in lab._command.text
     assert not lab._view.recorded
 
@@ -162,7 +179,7 @@ def test_a_recorded_user_script_shows_its_command(recorded):
     RunFolder.write_json(recorded.spec, {"script": "mine/<train>.py", "nproc": 2})
     RunFolder.write_text(recorded.command, "torchrun mine/train.py\n")
     lab = opened(Lab(recorded="last"))
-    assert "&lt;train&gt;.py, 2 ranks" in lab._recorded.widgets[0].value
+    assert "&lt;train&gt;.py, 2 ranks" in lab._recorded.title.value
     assert lab._command.text == "torchrun mine/train.py"
     assert "train.py is missing from the folder" in lab._script.value
     assert lab._batch.value == ""

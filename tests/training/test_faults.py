@@ -66,12 +66,12 @@ def test_the_panel_shows_the_script_that_run_executes(fault):
     chosen = {"strategy": "ddp", "workload": "mlp", "nproc": 2, "device": "cpu"} | LENGTH.get(fault, {"steps": 12})
     lab = Lab(**chosen)
     healthy = lab._script.value
-    lab._choices._options.fault.value = fault
+    lab._choices._settings.fault.value = fault
     assert text_of(lab._script.value).strip() == write_script(lab.spec).strip()
     assert lab._script.value != healthy and "(injected)" in text_of(lab._diff.value)
     opened = Lab(**chosen, fault=fault)
     assert (opened.spec, opened._diff.value) == (lab.spec, lab._diff.value)
-    lab._choices._options.fault.value = None
+    lab._choices._settings.fault.value = None
     assert lab._script.value == healthy
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -69,27 +69,30 @@ class Availability:
         self._on_answer()
 
 
-# ---- the options
+# ---- the settings that fold away
 
 
-class Options:
-    """The options of the chosen strategy and workload; each keeps its value while another strategy is chosen.
+class Settings:
+    """A button and the box that it unfolds: the batch size and so on, and the options of the chosen strategy and
+    workload, each of which keeps its value while another strategy is chosen.
 
-    `values` and `fault` are the initial values; `precision` is a widget that is shown above them; `on_change` is called
-    with the change of each option.
+    `values` and `fault` are the initial values; `first` are widgets that are shown above the options; `on_change` is
+    called with the change of each option.
     """
 
     def __init__(
         self,
         values: Mapping[str, Any],
         fault: str | None,
-        precision: ipywidgets.Dropdown,
+        first: Sequence[ipywidgets.Widget],
         on_change: Callable[[dict[str, Any]], None],
     ):
-        self._precision, self._on_change = precision, on_change
+        self._first, self._on_change = first, on_change
         self._known: dict[str, Any] = dict(values)  # also of strategies that are not chosen now
         self._widgets: dict[str, ipywidgets.ValueWidget] = {}
-        self.more = ipywidgets.ToggleButton(description="Options", tooltip="Precision and further options")
+        self.more = ipywidgets.ToggleButton(
+            description="Settings", tooltip="Batch size, length, precision, further options and faults"
+        )
         self.more.observe(self._disclose, "value")
         self.fault = ipywidgets.Dropdown(
             options=[("none", None), *((row.title, row.name) for row in FAULTS.values())],
@@ -123,11 +126,11 @@ class Options:
                 widget.observe(self._on_change, "value")
             listed = [choice for heading, group in _groups(row, workload) for choice in self._listed(heading, group)]
             heading = ipywidgets.HTML('<div class="labkit-heading">Fault injection</div>')
-            self.popover.children = [self._precision, *listed, heading, self.fault, self._shows]
+            self.popover.children = [*self._first, *listed, heading, self.fault, self._shows]
         fault = FAULTS.get(self.fault.value)
         shows = fault.shows if fault else "Injects a typical fault into the generated script, so that you can study it."
         self._shows.value = f'<div class="labkit-help">{escape(shows)}</div>'
-        self.more.description = "Fault" if fault else "Options"
+        self.more.description = "Settings, fault" if fault else "Settings"
 
     def _listed(self, heading: str, group: tuple[Option, ...]) -> Iterator[ipywidgets.Widget]:
         """A heading, and each option of the group with its help text."""
@@ -196,8 +199,8 @@ class Choices:
         self.precision = ipywidgets.Dropdown(
             options=list(_ABOUT["precision"].choices), value=start.precision, description="precision"
         )
-        self._options = Options(start.options, start.fault, self.precision, self._changed)
         self._make(start)
+        self._settings = Settings(start.options, start.fault, self._first(), self._changed)
         self._fit()
         for widget in self._widgets():
             widget.observe(self._changed, "value")
@@ -223,9 +226,7 @@ class Choices:
             for row in WORKLOADS.values()
             for data in row.data
         ]
-        self.workload = ipywidgets.Dropdown(
-            options=pairs, value=(start.workload, start.data), description="Workload · data"
-        )
+        self.workload = ipywidgets.Dropdown(options=pairs, value=(start.workload, start.data), description="Workload")
         self.device = ipywidgets.Dropdown(
             options=[("GPUs", "cuda"), ("CPU ranks", "cpu")] if self._machine.gpus else [("CPU ranks", "cpu")],
             value=device,
@@ -243,7 +244,7 @@ class Choices:
         self.length = _number("steps", start.steps or start.epochs, description="Train for")
         unit = "steps" if start.steps else "epochs"
         self.unit = ipywidgets.Dropdown(options=["epochs", "steps"], value=unit, description="Train for: unit")
-        self.explanation, self._where = ipywidgets.HTML(), ipywidgets.HTML()
+        self.explanation, self.where = ipywidgets.HTML(), ipywidgets.HTML()
         self.strategy.add_class("labkit-strategy")
         self.further.add_class("labkit-further")
         self._mark_further()
@@ -260,37 +261,34 @@ class Choices:
             self.length,
             self.unit,
             self.precision,
-            self._options.fault,
+            self._settings.fault,
         )
 
     @property
-    def top(self) -> ipywidgets.Box:
-        """The strategies, and the devices they run on."""
-        top = ipywidgets.HBox([self.strategy, self.further, self._where])
-        top.add_class("labkit-top")
-        return top
+    def what(self) -> tuple[ipywidgets.Widget, ...]:
+        """What is trained: strategy, workload and ranks."""
+        self.strategy.layout.width, self.workload.layout.width, self.nproc.layout.width = "auto", "190px", "64px"
+        for widget in (self.strategy, self.workload, self.nproc):
+            widget.add_class("labkit-field")
+        self.workload.add_class("labkit-workload")
+        return self.strategy, self.further, self.workload, self.nproc
 
     @property
-    def row(self) -> ipywidgets.Box:
-        """The other settings, in one row below the strategies."""
-        sized = {
-            self.workload: 200,
-            self.device: 96,
-            self.nproc: 66,
-            self.batch: 68,
-            self.scaling: 92,
-            self.length: 76,
-            self.unit: 80,
-        }
+    def settings(self) -> ipywidgets.Widget:
+        """The button that unfolds everything else."""
+        return self._settings.widget
+
+    def _first(self) -> list[ipywidgets.Widget]:
+        """The settings of every run, in rows, above the options of the strategy."""
+        sized = {self.device: 110, self.batch: 68, self.scaling: 90, self.length: 70, self.unit: 80}
         for widget, width in sized.items():
             widget.layout.width = f"{width}px"
             widget.add_class("labkit-field")
         for widget in (self.scaling, self.unit):
             widget.add_class("labkit-joined")
-        self.workload.add_class("labkit-workload")
-        row = ipywidgets.HBox([*sized, self._options.widget])
+        row = ipywidgets.HBox([self.batch, self.scaling, self.length, self.unit])
         row.add_class("labkit-row")
-        return row
+        return [self.device, row, self.precision]
 
     @property
     def chosen(self) -> str:
@@ -308,8 +306,8 @@ class Choices:
             batch_size=self.batch.value,
             scaling=self.scaling.value,
             precision=self.precision.value,
-            options=self._options.values,
-            fault=self._options.fault.value,
+            options=self._settings.values,
+            fault=self._settings.fault.value,
             **self._training(),
         ).settled(self._machine)
 
@@ -358,9 +356,9 @@ class Choices:
         self._fit_ranks()
         self._fit_precision()
         where = shared_cores(self._machine, self.nproc.value) if self.device.value == "cpu" else ""
-        self._where.value = f'<div class="labkit-where">{escape(where or devices_of(self._machine))}</div>'
+        self.where.value = f'<div class="labkit-where">{escape(where or devices_of(self._machine))}</div>'
         row = STRATEGIES[self.chosen]
-        self._options.fit(row, WORKLOADS[self.workload.value[0]])
+        self._settings.fit(row, WORKLOADS[self.workload.value[0]])
         sentences = (("What is split", row.splits), ("What is sent", row.sends), ("Note", row.note(self.device.value)))
         rows = "".join(f"<div><b>{name}</b> {escape(text)}</div>" for name, text in sentences if text)
         self.explanation.value = f'<div class="labkit-explanation">{rows}</div>'
@@ -398,7 +396,7 @@ class Choices:
 
     def _data_ranks(self) -> int:
         """The number of data-parallel ranks; 1 if the other settings contradict the strategy."""
-        own = self._options.values_of(STRATEGIES[self.chosen].options)
+        own = self._settings.values_of(STRATEGIES[self.chosen].options)
         try:
             return Spec(
                 strategy=self.chosen, workload=self.workload.value[0], nproc=self.nproc.value, options=own

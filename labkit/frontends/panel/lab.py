@@ -14,14 +14,14 @@ from labkit.frontends.panel import words
 from labkit.frontends.panel.choices import Availability, Choices
 from labkit.frontends.panel.compare import CompareTab
 from labkit.frontends.panel.presentation import Presentation
-from labkit.frontends.panel.recorded import Install, Pack, Recorded, find_all, spec_of, text_of, under_way
+from labkit.frontends.panel.recorded import Install, Instead, Pack, Recorded, find_all, spec_of, text_of, under_way
 from labkit.frontends.panel.view import RunView, StaticFigures, display_static, style, wait_and_display
 from labkit.frontends.panel.words import sentence_html
 from labkit.launch.warm.client import prepare
 from labkit.plan.script import command
 from labkit.plan.settling import check_available
 from labkit.plan.spec import Spec, SpecError
-from labkit.record.documents import Unreadable
+from labkit.record.documents import SpecFields, Unreadable
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower, recorded_words
 from labkit.record.state import RunState
@@ -60,6 +60,8 @@ class Lab:
         self._choices = Choices(Machine.here(), defaults, self._changed)
         self._view = RunView(self._over, self._ready)
         self._recorded = Recorded(self._choose)
+        self._instead = Instead(self._recorded.choose)
+        self._view.line.children = (*self._view.line.children, self._instead.button)
         self._open: RunFolder | None = None  # the recorded run that is shown
         self._static: StaticFigures | None = None
         self._run: Run | None = None
@@ -91,7 +93,7 @@ class Lab:
         self._compare = CompareTab(self._comparable, lambda: self._starting or view.busy, self._cold)
         shown = (
             view.live,
-            words.sources(self._script, self._diff, self._nodes.widget, pack.widget),
+            words.sources(self._command.box, self._script, self._diff, self._nodes.widget, pack.widget),
             view.logs.widget,
             view.timeline.widget,
             view.memory.widget,
@@ -103,18 +105,18 @@ class Lab:
         tabs.add_class("labkit-tabs")
         tabs.observe(self._turned, "selected_index")
         mode = Presentation(on=presentation)
-        buttons = (self._run_button, view.stop_button, view.predict.button)
-        actions = ipywidgets.HBox([*buttons, view.words, view.progress, mode.box])
-        actions.add_class("labkit-actions")
         self._install = Install(self._changed)
-        said = ipywidgets.HBox([self._batch, self._install.widget, self._command.box])
+        first = ipywidgets.HBox([*choices.what, self._run_button, view.stop_button, view.predict.button])
+        first.add_class("labkit-row")
+        said = ipywidgets.HBox([self._batch, self._install.widget, choices.where])
         said.add_class("labkit-status-row")
-        row = choices.row
-        row.children = (*row.children, self._recorded.which)
-        self._own = (choices.top, choices.explanation, row)
-        self._head = ipywidgets.VBox(self._own)
+        self._own = ipywidgets.VBox([first, choices.explanation])
+        self._head = ipywidgets.VBox([self._own, self._recorded.widget, said])
         self._head.add_class("labkit-head")
-        self._widget = ipywidgets.VBox([style(), self._head, said, actions, tabs])
+        self._settings = choices.settings
+        actions = ipywidgets.HBox([view.words, view.progress, self._settings, self._recorded.which, mode.box])
+        actions.add_class("labkit-actions")
+        self._widget = ipywidgets.VBox([style(), self._head, actions, tabs])
         self._widget.add_class("labkit")
 
     def _turned(self, change: dict[str, Any]) -> None:
@@ -214,20 +216,22 @@ class Lab:
     def _choose(self, path: str) -> None:
         """Opens a recorded run instead of the configuration, or goes back to the configuration if `path` is empty."""
         if not path:
-            self._open, self._head.children = None, self._own
-            self._show_buttons(True)
+            self._open = None
+            self._show_recorded(False)
             self._changed()
             return
         self._starting = True
         self._free(False)
+        self._instead.offer(None)
         self._view.say("opening the recorded run")
         paths = (path, self._recorded.beside.value)
         threading.Thread(target=self._read, args=paths, daemon=True, name="labkit recording").start()
 
-    def _show_buttons(self, shown: bool) -> None:
-        """A recorded run has a time line instead of the buttons that run, stop and predict."""
-        for button in (self._run_button, self._view.stop_button, self._view.predict.button):
-            button.layout.display = "" if shown else "none"
+    def _show_recorded(self, shown: bool) -> None:
+        """A recorded run has a name and a time line instead of a configuration and the buttons that run it."""
+        self._recorded.widget.layout.display = "" if shown else "none"
+        for widget in (self._own, self._settings):
+            widget.layout.display = "none" if shown else ""
 
     def _read(self, path: str, beside: str) -> None:
         """Runs outside the kernel's main thread because it reads all events of the runs."""
@@ -243,8 +247,7 @@ class Lab:
                 self._batch.value, self._command.text = "", text_of(folder, folder.command).strip()
                 self._diff.value = '<p class="labkit-empty">No diff: this script was not generated by the lab.</p>'
             self._script.value = words.source_html(text_of(folder, folder.script))
-            self._head.children = self._recorded.widgets
-            self._show_buttons(False)
+            self._show_recorded(True)
         except (LookupError, Unreadable) as error:
             self._view.complain(error.args[0])
         except Exception as error:
@@ -265,6 +268,7 @@ class Lab:
             return
         self._starting = True
         self._free(False)
+        self._instead.offer(None)
         self._view.await_run("writing the script")
         threading.Thread(target=self._launch, args=(spec,), daemon=True, name="labkit run").start()
 
@@ -275,6 +279,7 @@ class Lab:
             job = start(spec, cold=self._cold)
         except Exception as error:
             self._view.not_started(str(error))
+            self._instead.offer(SpecFields.of(spec))
             self._free(True)
         else:
             self._view.follow(job)
@@ -285,6 +290,8 @@ class Lab:
     def _over(self, name: str, state: RunState) -> None:
         self._recorded.refresh()
         self._free(True)
+        if state.status.state in ("failed", "lost"):
+            self._instead.offer(state.spec)
         if self._static is not None and not self._view.recorded:
             self._static.fill(name, state)
 

@@ -16,7 +16,7 @@ from labkit.common.text import escape
 from labkit.common.units import counted, size
 from labkit.figures import rank_colour
 from labkit.figures.prediction import Prediction, table_html
-from labkit.figures.tables import guess_html, speed_html
+from labkit.figures.tables import guess_html
 from labkit.frontends.panel.words import sentence_html
 from labkit.launch.warm.client import tracing
 from labkit.plan.spec import Spec
@@ -272,7 +272,7 @@ class Before:
         with self._lock:
             self._newest += 1
             self._planned = None
-            self._show(startup_html(state) if is_starting(state) else guess_html(state) + speed_html(state))
+            self._show(startup_html(state) if is_starting(state) else guess_html(state))
             self.guess.show(False)
 
     def _show(self, html: str) -> None:

@@ -27,7 +27,7 @@ from labkit.record.documents import SpecFields
 from labkit.record.files import NotPlain
 from labkit.record.folder import RunFolder
 from labkit.record.follow import is_recorded, recorded_words
-from labkit.record.packed import MARK, shipped
+from labkit.record.packed import MARK, shipped, shipped_like
 from labkit.record.status import current
 from labkit.setup import environment
 from labkit.training.strategies import STRATEGIES
@@ -181,6 +181,27 @@ class Install:
         self.progress.value = state_html(f"{self._said} ({time.monotonic() - began:.0f} s)", "busy")
 
 
+# ---- the button that opens a recorded run instead of one that failed
+
+
+class Instead:
+    """A button that opens the run of the same strategy that comes with the lab, visible only while it is offered;
+    `choose` is called with its name."""
+
+    def __init__(self, choose: Callable[[str], None]):
+        self._name = ""
+        self.button = ipywidgets.Button(description="Open a recorded run", layout={"display": "none"})
+        self.button.add_class("labkit-instead")
+        self.button.on_click(lambda _: choose(self._name))
+
+    def offer(self, asked: SpecFields | None) -> None:
+        """Offers a run of the strategy that was asked for, if there is one; None: nothing is offered any longer."""
+        name = shipped_like(asked.strategy or "", asked.nproc or 1) if asked else None
+        self.button.layout.display = "" if name else "none"
+        if name:
+            self._name, self.button.description = name, f"Open a recorded {STRATEGIES[asked.strategy].title} run"
+
+
 # ---- recorded runs in the panel
 
 
@@ -191,7 +212,7 @@ _ALONE = "no other run"
 
 class Recorded:
     """The lists of recorded runs, one of which is opened and another one shown in step with it, and the description of
-    the open one.
+    the open one, which `widget` shows.
 
     `on_choice` is called with the path of the selected run, empty for none.
     """
@@ -208,15 +229,13 @@ class Recorded:
         hint = "Show another run below, always after as many steps"
         self.beside = ipywidgets.Dropdown(options=[(_ALONE, "")], description="In step with", tooltip=hint)
         self.beside.observe(lambda _: self._listing or self._on_choice(self.which.value), "value")
-        for widget in (self.which, self.beside):
-            widget.layout.width = "170px"
-            widget.add_class("labkit-field")
-        self._title, self._said = ipywidgets.HTML(), ipywidgets.HTML()
-        for widget in (self.which, self.beside):
-            widget.add_class("labkit-recorded-runs")
-        row = ipywidgets.HBox([self.which, self.beside, self.close_button])
+        self.which.add_class("labkit-recorded-runs")
+        self.beside.layout.width = "240px"
+        self.beside.add_class("labkit-field")
+        self.title, self._said = ipywidgets.HTML(), ipywidgets.HTML()
+        row = ipywidgets.HBox([self.title, self.beside, self.close_button])
         row.add_class("labkit-row")
-        self.widgets = (self._title, self._said, row)
+        self.widget = ipywidgets.VBox([row, self._said], layout={"display": "none"})
         self.refresh()
 
     def refresh(self) -> None:
@@ -257,7 +276,7 @@ class Recorded:
 
     def describe(self, folder: RunFolder) -> None:
         """Shows which run is open, and when and where it was recorded."""
-        self._title.value = (
+        self.title.value = (
             f'<div class="labkit-recording" role="status"><b>{escape(what(folder))}</b>'
             f" {escape(recorded_words(folder))}</div>"
         )

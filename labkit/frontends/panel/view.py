@@ -18,7 +18,7 @@ from labkit.analysis.summary import summarise
 from labkit.common.text import escape
 from labkit.figures import machine
 from labkit.figures.controls import CONFIG
-from labkit.figures.tables import findings_html, ledger_html, ranks_html
+from labkit.figures.tables import findings_html, ledger_html, ranks_html, speed_html
 from labkit.frontends.panel.charts import STATIC, Charts, Live
 from labkit.frontends.panel.logs import Logs
 from labkit.frontends.panel.machine import MachinePicture
@@ -158,9 +158,9 @@ class RunView:
         self._diagnosis.add_class("labkit-diagnoses")
         self._what = ipywidgets.HTML()  # which run is on screen: the configuration may have changed since it started
         self._what.add_class("labkit-what")
-        line = ipywidgets.HBox([self._what, self.finding, self._why])
-        line.add_class("labkit-line")
-        self.findings = ipywidgets.VBox([line, self._diagnosis])
+        self.line = ipywidgets.HBox([self._what, self.finding, self._why])
+        self.line.add_class("labkit-line")
+        self.findings = ipywidgets.VBox([self.line, self._diagnosis])
         self.findings.add_class("labkit-findings")
         self.machine = MachinePicture(self._lock)
         self.charts = Charts(lock=self._lock)
@@ -393,7 +393,7 @@ class RunView:
             self.say("stopping")  # again: the kernel may have said it while this thread said something else
         else:
             self.say(state.words, tone_of(state))
-        self._what.value = "" if self._folder is None else what_html(state)
+        self._what.value = "" if self._folder is None else what_html(state) + speed_html(state)
         self.progress.value = progress_html(state)
         self.finding.value = finding_html(state)
         self._explain()

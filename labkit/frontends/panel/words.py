@@ -76,14 +76,18 @@ class NodeCommands:
 
 
 def sources(
-    script: ipywidgets.Widget, diff: ipywidgets.Widget, nodes: ipywidgets.Widget, pack: ipywidgets.Widget
+    command: ipywidgets.Widget,
+    script: ipywidgets.Widget,
+    diff: ipywidgets.Widget,
+    nodes: ipywidgets.Widget,
+    pack: ipywidgets.Widget,
 ) -> ipywidgets.Box:
     """The script, its diff to the single-device script or the commands of several nodes, one at a time, as wide as the
-    panel, with `pack` next to the choice."""
+    panel, with `pack` next to the choice; and above them the command that starts the script."""
     choices = [("train.py", script), ("Diff to one device", diff), ("Several nodes", nodes)]
     which = ipywidgets.ToggleButtons(options=choices)
     which.add_class("labkit-which")
-    bar = ipywidgets.HBox([which, pack])
+    bar = ipywidgets.HBox([which, pack, command])
     bar.add_class("labkit-bar")
     box = ipywidgets.VBox([bar, script])
     box.add_class("labkit-sources")
