@@ -11,7 +11,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {  # no function may have the name of a subpackage: importing the subpackage would replace the function
-    "Lab": "labkit.frontends.panel",
+    "Lab": "labkit.frontends.panel.lab",
     "Run": "labkit.runs.handle",
     "Spec": "labkit.plan.spec",
     "SpecError": "labkit.plan.spec",

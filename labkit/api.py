@@ -125,7 +125,7 @@ def show(run: str | os.PathLike[str] | Run | Comparing = "last") -> Run | Compar
             check_type("run", run, Comparing, "a Run, a run's name or path, or what compare() returned")
         )
     if in_notebook():
-        from labkit.frontends.panel import show_in_notebook
+        from labkit.frontends.panel.view import show_in_notebook
 
         show_in_notebook(run)
     else:
@@ -138,7 +138,7 @@ def show(run: str | os.PathLike[str] | Run | Comparing = "last") -> Run | Compar
 
 def _show_comparison(comparing: Comparing) -> Comparing:
     if in_notebook():
-        from labkit.frontends.panel import show_comparison_in_notebook
+        from labkit.frontends.panel.compare import show_comparison_in_notebook
 
         comparing.shown_in = cell()
         show_comparison_in_notebook(comparing)

@@ -271,24 +271,30 @@ class RunFolder:
 
     def log_of(self, rank: int, stream: str = "stdout", attempt: int | None = None) -> Path | None:
         """The output of one rank in one attempt (default: the newest); None if there is none yet."""
-        logs = self.log_files(stream)
-        attempts = [number for number, of in logs if of == rank and attempt in (None, number)]
-        return logs[max(attempts), rank] if attempts else None
+        paths = {
+            number: place / str(rank) / f"{stream}.log"
+            for number, place in self._attempts()
+            if attempt in (None, number)
+        }
+        there = [number for number, path in paths.items() if os.path.lexists(path)]
+        return paths[max(there)] if there else None
 
     def log_files(self, stream: str = "stdout") -> dict[tuple[int, int], Path]:
-        """The output files by (attempt, rank), in torchrun's layout: `<id>/attempt_<n>/<rank>/<stream>.log`."""
+        """The output files by (attempt, rank)."""
         found = {}
-        for place in (self.logs / name for name in names_below(self.path, self.logs)):
-            for attempt in (
-                name for name in names_below(self.path, place) if re.fullmatch(r"attempt_\d{1,6}", name, re.ASCII)
-            ):
-                for rank in (
-                    name for name in names_below(self.path, place / attempt) if re.fullmatch(r"\d{1,6}", name, re.ASCII)
-                ):
-                    path = place / attempt / rank / f"{stream}.log"
-                    if os.path.lexists(path):
-                        found[int(attempt.removeprefix("attempt_")), int(rank)] = path
+        for number, place in self._attempts():
+            for rank in names_below(self.path, place):
+                path = place / rank / f"{stream}.log"
+                if re.fullmatch(r"\d{1,6}", rank, re.ASCII) and os.path.lexists(path):
+                    found[number, int(rank)] = path
         return dict(sorted(found.items()))
+
+    def _attempts(self) -> Iterator[tuple[int, Path]]:
+        """The folders with the output of each attempt, in torchrun's layout: `<id>/attempt_<n>/<rank>/<stream>.log`."""
+        for place in (self.logs / name for name in names_below(self.path, self.logs)):
+            for name in names_below(self.path, place):
+                if re.fullmatch(r"attempt_\d{1,6}", name, re.ASCII):
+                    yield int(name.removeprefix("attempt_")), place / name
 
     # ---- reading
 

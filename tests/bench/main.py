@@ -23,6 +23,7 @@ from bench.fuzz import hostile
 from bench.killed_training import training_kills
 from bench.kills import kill_matrix
 from bench.long_run import memory_growth, memory_growth_control
+from bench.panel import panel
 from bench.predictions import predictions, ranges
 from bench.responsiveness import burst, clients, importing, latency, long_runs, opening
 from bench.results import Result
@@ -38,6 +39,7 @@ __all__ = ["BENCHES", "main"]
 BENCHES: tuple[Callable[..., list[Result]], ...] = (
     importing,
     latency,
+    panel,
     opening,
     long_runs,
     burst,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 120.0  # seconds for the server, and for the page, to be ready
 _NOTEBOOK = "window.jupyterapp?.shell.currentWidget"
+RUN_CELL = "window.jupyterapp.commands.execute('notebook:run-cell').then(() => null)"
 _IS_IDLE = f"{_NOTEBOOK}?.sessionContext?.session?.kernel?.status === 'idle'"
 
 
@@ -66,7 +67,9 @@ def executed(cell: str, home: Path, environment: dict[str, str]) -> Iterator[Sho
     environment = environment | {name: str(home / folder) for name, folder in own.items()}
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser and find_spec("playwright") and find_spec("jupyterlab"):
-        with _server(cell, home, environment) as address, _page(browser, address) as page:
+        with served(cell, home, environment) as address, opened(browser, address) as page:
+            page.evaluate(RUN_CELL)
+            page.wait_for_selector(".labkit-chart .gtitle")
             yield Shown(page)
     else:
         with _kernel(cell, environment):
@@ -92,7 +95,7 @@ def _kernel(cell: str, environment: dict[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _server(cell: str, home: Path, environment: dict[str, str]) -> Iterator[str]:
+def served(cell: str, home: Path, environment: dict[str, str]) -> Iterator[str]:
     """A JupyterLab on loopback with a notebook of this cell; returns the address of the notebook."""
     root = home / "root"
     root.mkdir()
@@ -128,7 +131,8 @@ def _wait_for(port: int, process: subprocess.Popen[Any]) -> None:
 
 
 @contextmanager
-def _page(browser: str, address: str) -> Iterator[Page]:
+def opened(browser: str, address: str) -> Iterator[Page]:
+    """The page of a notebook whose kernel waits for a cell."""
     from playwright.sync_api import sync_playwright
 
     arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
@@ -139,8 +143,6 @@ def _page(browser: str, address: str) -> Iterator[Page]:
         page.goto(address)
         page.wait_for_selector(".jp-Notebook .jp-Cell")
         page.wait_for_function(_IS_IDLE)
-        page.evaluate("window.jupyterapp.commands.execute('notebook:run-cell').then(() => null)")
-        page.wait_for_selector(".labkit-chart .gtitle")
         yield page
         chromium.close()
 

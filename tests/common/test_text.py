@@ -25,7 +25,7 @@ from labkit.frontends import terminal
 from labkit.frontends.console import Console
 from labkit.frontends.handout.run import run_page
 from labkit.frontends.magic.torchrun import RankOutput, Shown
-from labkit.frontends.panel import Lab
+from labkit.frontends.panel.lab import Lab
 from labkit.record.folder import RunFolder
 from labkit.runs.handle import Run
 from labkit.setup.environment import CLONE

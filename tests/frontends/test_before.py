@@ -13,7 +13,7 @@ from generated import ONLY
 
 from labkit.analysis.theory import STATES, states
 from labkit.common.units import size
-from labkit.frontends.panel import Lab
+from labkit.frontends.panel.lab import Lab
 from labkit.frontends.panel.predict import Before, plan_html, startup_html
 from labkit.plan.spec import Spec
 from labkit.training.strategies import STRATEGIES

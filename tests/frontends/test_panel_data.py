@@ -8,7 +8,7 @@ import pytest
 from conftest import wait_until
 
 from labkit import SpecError
-from labkit.frontends.panel import Lab
+from labkit.frontends.panel.lab import Lab
 from labkit.setup import preflight
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from panels import sent_by
 
-from labkit.frontends.panel.words import Command
+from labkit.frontends.panel.sources import Command
 
 
 def test_a_widget_that_receives_no_messages_is_opened_again(monkeypatch):

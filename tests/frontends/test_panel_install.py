@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from labkit import SpecError
-from labkit.frontends.panel import Lab, recorded
+from labkit.frontends.panel import recorded
+from labkit.frontends.panel.lab import Lab
 from labkit.plan.spec import Spec
 from labkit.setup import environment
 from labkit.setup.machine import Machine

@@ -13,8 +13,8 @@ from folded import apply, fold, start, status, step
 
 from labkit import figures
 from labkit.common.units import size
-from labkit.frontends.panel import Lab
 from labkit.frontends.panel import predict as module
+from labkit.frontends.panel.lab import Lab
 from labkit.frontends.panel.view import RunView
 from labkit.launch.job import Job
 from labkit.plan.spec import Spec

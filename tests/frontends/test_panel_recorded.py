@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from conftest import wait_until
 from fabricate import FakeRun, finished_folder
-from panels import lines_of, sent_by, started_run
+from panels import lines_of, reading, sent_by, started_run
 
 from labkit import SpecError
-from labkit.frontends.panel import Lab
+from labkit.frontends.panel.lab import Lab
 from labkit.frontends.panel.presentation import Presentation
 from labkit.frontends.panel.recorded import under_way
 from labkit.record.folder import RunFolder
@@ -163,7 +163,7 @@ def test_logs_of_a_recording_say_that_they_are_whole(recorded, monkeypatch):
 
 
 def test_a_recorded_run_is_chosen_and_closed(recorded):
-    lab = Lab(strategy="single")
+    lab = reading(Lab(strategy="single"))
     assert [path for _, path in lab._recorded.which.options][:2] == ["", str(recorded.path)]
     lab._recorded.which.value = str(recorded.path)
     wait_until(lambda: not lab._recorded.widget.layout.display)
@@ -171,7 +171,7 @@ def test_a_recorded_run_is_chosen_and_closed(recorded):
     assert lab._open is not None, "a new list keeps the selection"
     lab._recorded.close_button.click()
     assert (lab._own.layout.display, lab._recorded.widget.layout.display) == ("", "none")
-    assert "--nproc-per-node=1" in lab._command.text
+    assert "--nproc-per-node=1" in lab._sources.command.text
     assert not lab._view.recorded
 
 
@@ -180,8 +180,8 @@ def test_a_recorded_user_script_shows_its_command(recorded):
     RunFolder.write_text(recorded.command, "torchrun mine/train.py\n")
     lab = opened(Lab(recorded="last"))
     assert "&lt;train&gt;.py, 2 ranks" in lab._recorded.title.value
-    assert lab._command.text == "torchrun mine/train.py"
-    assert "train.py is missing from the folder" in lab._script.value
+    assert reading(lab)._sources.command.text == "torchrun mine/train.py"
+    assert "train.py is missing from the folder" in lab._sources.script.value
     assert lab._batch.value == ""
 
 

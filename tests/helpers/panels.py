@@ -30,3 +30,9 @@ def started_run(runs: Path) -> Iterator[FakeRun]:
     run.start()
     yield run
     run.close()
+
+
+def reading(lab):
+    """The panel with the tab of its script open."""
+    lab._tabs.selected_index = 1
+    return lab

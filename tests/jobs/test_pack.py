@@ -20,7 +20,7 @@ from fabricate import FakeRun
 from places import SCHEMAS
 
 from labkit.common import zips
-from labkit.frontends.panel.recorded import Pack
+from labkit.frontends.panel.sources import Pack
 from labkit.jobs import archive, job_files, portable
 from labkit.plan.spec import Spec, SpecError
 from labkit.runs.handle import with_ranks

@@ -14,7 +14,7 @@ from warm import CLONE, ENDS, how, started
 
 from labkit.cli import parser as cli
 from labkit.cli.commands import act
-from labkit.frontends.panel import Lab
+from labkit.frontends.panel.lab import Lab
 from labkit.launch.job import Job
 from labkit.launch.warm import client, fork
 from labkit.launch.warm.client import Cold

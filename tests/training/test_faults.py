@@ -10,11 +10,12 @@ import pytest
 from commands import called
 from conftest import wait_until
 from generated import ONLY
+from panels import reading
 
 from labkit import Spec, SpecError, run
 from labkit.analysis.diagnose import findings
 from labkit.frontends.handout import run_page
-from labkit.frontends.panel import Lab
+from labkit.frontends.panel.lab import Lab
 from labkit.plan.script import diff_scripts, write_script
 from labkit.record.folder import RunFolder
 from labkit.runs.handle import settle
@@ -51,10 +52,10 @@ def test_the_diagnosis_names_the_fault_and_so_do_replay_and_page(fault):
 
 def check_replay(folder: RunFolder) -> None:
     """The recorded run opens in the panel, with its script and the diff, and plays to its end."""
-    lab = Lab(recorded=folder.path)
+    lab = reading(Lab(recorded=folder.path))
     wait_until(lambda: lab._open is not None and not lab._starting)
-    assert text_of(lab._script.value).strip() == folder.text(folder.script).strip()
-    assert "(injected)" in text_of(lab._diff.value)
+    assert text_of(lab._sources.script.value).strip() == folder.text(folder.script).strip()
+    assert "(injected)" in text_of(lab._sources.diff.value)
     lab._view.replay.set_speed(16.0)
     lab._view.replay.play()
     wait_until(lambda: lab._view.state.over)
@@ -64,15 +65,15 @@ def check_replay(folder: RunFolder) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_panel_shows_the_script_that_run_executes(fault):
     chosen = {"strategy": "ddp", "workload": "mlp", "nproc": 2, "device": "cpu"} | LENGTH.get(fault, {"steps": 12})
-    lab = Lab(**chosen)
-    healthy = lab._script.value
+    lab = reading(Lab(**chosen))
+    healthy = lab._sources.script.value
     lab._choices._settings.fault.value = fault
-    assert text_of(lab._script.value).strip() == write_script(lab.spec).strip()
-    assert lab._script.value != healthy and "(injected)" in text_of(lab._diff.value)
-    opened = Lab(**chosen, fault=fault)
-    assert (opened.spec, opened._diff.value) == (lab.spec, lab._diff.value)
+    assert text_of(lab._sources.script.value).strip() == write_script(lab.spec).strip()
+    assert lab._sources.script.value != healthy and "(injected)" in text_of(lab._sources.diff.value)
+    opened = reading(Lab(**chosen, fault=fault))
+    assert (opened.spec, opened._sources.diff.value) == (lab.spec, lab._sources.diff.value)
     lab._choices._settings.fault.value = None
-    assert lab._script.value == healthy
+    assert lab._sources.script.value == healthy
 
 
 @pytest.mark.parametrize("order", [("single", "ddp"), ("ddp", "single")])

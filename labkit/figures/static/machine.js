@@ -2,6 +2,7 @@
 // at any moment of the step. In the panel (machine_widget.js) it plays for as long as the run takes steps.
 
 const SHORTEST = 3500; // ms that a step is shown: computation and communication of most steps are too fast to see
+const FRAME = 30; // ms between two frames of a film: twice as many would keep the page busy for nothing
 const SVG = "http://www.w3.org/2000/svg";
 
 class Stage {
@@ -82,10 +83,13 @@ class Stage {
     const { frames, seconds, timed } = this.film;
     const takes = timed ? Math.max(SHORTEST, 1000 * seconds) : SHORTEST;
     let began = performance.now() - (this.shown / frames.length) * takes;
+    let shown = 0;
     const draw = (now) => {
+      this.next = requestAnimationFrame(draw);
+      if (now - shown < FRAME) return;
+      shown = now;
       if (now - began >= takes) began = now;
       this.show(Math.floor(((now - began) / takes) * frames.length));
-      this.next = requestAnimationFrame(draw);
     };
     this.next = requestAnimationFrame(draw);
   }

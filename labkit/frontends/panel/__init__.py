@@ -1,11 +1,6 @@
 """The panel: configure, run, watch, stop and compare training runs in a notebook.
 
-`Lab` is the whole panel; `show_in_notebook` is the live view of one run, `show_comparison_in_notebook` that of a
-comparison.
+`lab.Lab` is the whole panel; `view.show_in_notebook` is the live view of one run,
+`compare.show_comparison_in_notebook` that of a comparison. Nothing is imported here: the first picture of a panel
+should not wait for the others.
 """
-
-from labkit.frontends.panel.compare import show_comparison_in_notebook
-from labkit.frontends.panel.lab import Lab
-from labkit.frontends.panel.view import show_in_notebook
-
-__all__ = ["Lab", "show_comparison_in_notebook", "show_in_notebook"]

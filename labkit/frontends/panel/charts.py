@@ -237,7 +237,7 @@ class Live:
         raise NotImplementedError
 
     def shown(self) -> None:
-        """Call this when the widget is displayed: from then on it waits for a page."""
+        """Call this just before the widget is displayed: from then on it waits for a page."""
         self._shown = time.monotonic()
         timer = threading.Timer(_PATIENCE + 0.1, self.redraw)
         timer.daemon = True

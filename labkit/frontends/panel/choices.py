@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import ipywidgets
@@ -76,19 +77,21 @@ class Settings:
     """A button and the box that it unfolds: the batch size and so on, and the options of the chosen strategy and
     workload, each of which keeps its value while another strategy is chosen.
 
-    `values` and `fault` are the initial values; `first` are widgets that are shown above the options; `on_change` is
-    called with the change of each option.
+    `values` and `fault` are the initial values, for the strategy and workload that are `chosen`; `first` are widgets
+    that are shown above the options; `on_change` is called with the change of each option.
     """
 
     def __init__(
         self,
         values: Mapping[str, Any],
         fault: str | None,
+        chosen: tuple[Strategy, Workload],
         first: Sequence[ipywidgets.Widget],
         on_change: Callable[[dict[str, Any]], None],
     ):
         self._first, self._on_change = first, on_change
         self._known: dict[str, Any] = dict(values)  # also of strategies that are not chosen now
+        self._row, self._workload = chosen
         self._widgets: dict[str, ipywidgets.ValueWidget] = {}
         self.more = ipywidgets.ToggleButton(
             description="Settings", tooltip="Batch size, length, precision, further options and faults"
@@ -109,28 +112,39 @@ class Settings:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The values of the displayed options, by name."""
-        return {name: widget.value for name, widget in self._widgets.items()}
+        """The values of the options of the chosen strategy and workload, by name."""
+        return self.values_of(self._row.all_options + self._workload.options)
 
     def values_of(self, options: tuple[Option, ...]) -> dict[str, Any]:
-        """The values of some options, displayed or not, by name."""
+        """The values of some options, by name."""
         return {option.name: self._known.get(option.name, option.default) for option in options}
 
     def fit(self, row: Strategy, workload: Workload) -> None:
-        """Displays the options of a strategy and a workload."""
-        self._known |= self.values
-        wanted = {option.name: option for option in row.all_options + workload.options}
-        if wanted.keys() != self._widgets.keys():
-            self._widgets = {name: _widget(option, self._known) for name, option in wanted.items()}
-            for widget in self._widgets.values():
-                widget.observe(self._on_change, "value")
-            listed = [choice for heading, group in _groups(row, workload) for choice in self._listed(heading, group)]
-            heading = ipywidgets.HTML('<div class="labkit-heading">Fault injection</div>')
-            self.popover.children = [*self._first, *listed, heading, self.fault, self._shows]
+        """Offers the options of a strategy and a workload."""
+        self._row, self._workload = row, workload
         fault = FAULTS.get(self.fault.value)
         shows = fault.shows if fault else "Injects a typical fault into the generated script, so that you can study it."
         self._shows.value = f'<div class="labkit-help">{escape(shows)}</div>'
         self.more.description = "Settings, fault" if fault else "Settings"
+        if self.more.value:
+            self._fill()
+
+    def _fill(self) -> None:
+        """Makes the widgets of the options: only when the box is open, because a page needs long for so many."""
+        row, workload = self._row, self._workload
+        wanted = {option.name: option for option in row.all_options + workload.options}
+        if wanted.keys() == self._widgets.keys():
+            return
+        self._widgets = {name: _widget(option, self._known) for name, option in wanted.items()}
+        for name, widget in self._widgets.items():
+            widget.observe(partial(self._keep, name), "value")
+        listed = [choice for heading, group in _groups(row, workload) for choice in self._listed(heading, group)]
+        heading = ipywidgets.HTML('<div class="labkit-heading">Fault injection</div>')
+        self.popover.children = [*self._first, *listed, heading, self.fault, self._shows]
+
+    def _keep(self, name: str, change: dict[str, Any]) -> None:
+        self._known[name] = change["new"]
+        self._on_change(change)
 
     def _listed(self, heading: str, group: tuple[Option, ...]) -> Iterator[ipywidgets.Widget]:
         """A heading, and each option of the group with its help text."""
@@ -141,6 +155,8 @@ class Settings:
             yield ipywidgets.HTML(f'<div class="labkit-help">{escape(option.help)}</div>')
 
     def _disclose(self, change: dict[str, Any]) -> None:
+        if change["new"]:
+            self._fill()
         self.popover.layout.display = "" if change["new"] else "none"
 
 
@@ -200,7 +216,9 @@ class Choices:
             options=list(_ABOUT["precision"].choices), value=start.precision, description="precision"
         )
         self._make(start)
-        self._settings = Settings(start.options, start.fault, self._first(), self._changed)
+        self._settings = Settings(
+            start.options, start.fault, (start.strategy_row, WORKLOADS[start.workload]), self._first(), self._changed
+        )
         self._fit()
         for widget in self._widgets():
             widget.observe(self._changed, "value")

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from labkit.common.arguments import check_flag
-from labkit.frontends.panel import words
 from labkit.frontends.panel.choices import Availability, Choices
-from labkit.frontends.panel.compare import CompareTab
 from labkit.frontends.panel.presentation import Presentation
-from labkit.frontends.panel.recorded import Install, Instead, Pack, Recorded, find_all, spec_of, text_of, under_way
+from labkit.frontends.panel.recorded import Install, Instead, Recorded, find_all, spec_of, under_way
 from labkit.frontends.panel.view import RunView, StaticFigures, display_static, style, wait_and_display
 from labkit.frontends.panel.words import sentence_html
 from labkit.launch.warm.client import prepare
-from labkit.plan.script import command
 from labkit.plan.settling import check_available
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import SpecFields, Unreadable
@@ -29,6 +27,12 @@ from labkit.runs.handle import Run, start
 from labkit.runs.notebook import headless, in_notebook
 from labkit.setup.machine import Machine
 
+if TYPE_CHECKING:
+    from labkit.frontends.panel.compare import CompareTab
+    from labkit.frontends.panel.sources import Sources
+
+_TABS = ("Live", "Script & diff", "Logs", "Timeline", "Memory", "Compare")
+_SOURCES, _COMPARE = 1, 5
 _RUN_HINT = "Generate the script and launch it with torchrun"
 
 
@@ -65,6 +69,8 @@ class Lab:
         self._open: RunFolder | None = None  # the recorded run that is shown
         self._static: StaticFigures | None = None
         self._run: Run | None = None
+        self._made_sources: Sources | None = None  # made when its tab is opened, as the next one
+        self._made_compare: CompareTab | None = None
         self._starting = False  # whether a thread starts a run or opens a recorded one
         self._make(presentation)
         self._changed()
@@ -87,21 +93,20 @@ class Lab:
         self._run_button = ipywidgets.Button(description="▶ Run", tooltip=_RUN_HINT)
         self._run_button.on_click(lambda _: self._start())
         self._run_button.add_class("labkit-run")
-        self._batch, self._script, self._diff = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
-        self._command, self._nodes = words.Command(), words.NodeCommands()
-        view, choices, pack = self._view, self._choices, Pack(lambda: self._open or self._ready())
-        self._compare = CompareTab(self._comparable, lambda: self._starting or view.busy, self._cold)
+        self._batch = ipywidgets.HTML()
+        view, choices = self._view, self._choices
+        self._sources_box, self._compare_box = ipywidgets.VBox(), ipywidgets.VBox()
+        self._sources_box.add_class("labkit-later")
+        self._compare_box.add_class("labkit-later")
         shown = (
             view.live,
-            words.sources(self._command.box, self._script, self._diff, self._nodes.widget, pack.widget),
+            self._sources_box,
             view.logs.widget,
             view.timeline.widget,
             view.memory.widget,
-            self._compare.widget,
+            self._compare_box,
         )
-        tabs = ipywidgets.Tab(shown)
-        for number, title in enumerate(("Live", "Script & diff", "Logs", "Timeline", "Memory", "Compare")):
-            tabs.set_title(number, title)
+        self._tabs = tabs = ipywidgets.Tab(shown, titles=_TABS, selected_index=0)
         tabs.add_class("labkit-tabs")
         tabs.observe(self._turned, "selected_index")
         mode = Presentation(on=presentation)
@@ -119,9 +124,29 @@ class Lab:
         self._widget = ipywidgets.VBox([style(), self._head, actions, tabs])
         self._widget.add_class("labkit")
 
+    @property
+    def _sources(self) -> Sources:
+        if self._made_sources is None:
+            from labkit.frontends.panel.sources import Sources
+
+            self._made_sources = Sources(lambda: self._open or self._ready())
+            self._sources_box.children = (self._made_sources.widget,)
+        return self._made_sources
+
+    @property
+    def _compare(self) -> CompareTab:
+        if self._made_compare is None:
+            from labkit.frontends.panel.compare import CompareTab
+
+            self._made_compare = CompareTab(self._comparable, lambda: self._starting or self._view.busy, self._cold)
+            self._compare_box.children = (self._made_compare.widget,)
+        return self._made_compare
+
     def _turned(self, change: dict[str, Any]) -> None:
-        if change["owner"].children[change["new"]] is self._compare.widget:
+        if change["new"] == _COMPARE:
             self._compare.opened()
+        with self._drawing, suppress(SpecError):
+            self._draw_tab()
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
@@ -140,9 +165,9 @@ class Lab:
             return
         if not self._cold:
             prepare()
+        self._view.shown()
         display(self._widget)
         self._static = StaticFigures()
-        self._view.shown()
         self._view.complain(under_way())  # such as a run of a panel that a reload of the page has lost
 
     # ---- reacting to a change of the configuration
@@ -169,9 +194,8 @@ class Lab:
                 self._view.plan(None)
             return
         self._install.offer(None)
-        self._describe(spec)
-        self._script.value = words.script_html(spec)
-        self._compare.refresh()
+        self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence}</div>'
+        self._draw_tab()
         idle = not (self._starting or self._view.busy)
         self._free(idle)
         if not available:
@@ -182,16 +206,22 @@ class Lab:
         elif idle:
             self._view.plan(spec)
 
+    def _draw_tab(self) -> None:
+        """Draws the tab that is open, if it is about what is chosen: all tabs at once would take a tenth of a second.
+        Raises `SpecError` if what is chosen cannot run."""
+        if self._tabs.selected_index == _SOURCES:
+            if self._open is not None:
+                self._sources.show_recorded(self._open)
+            else:
+                self._sources.show(self._choices.spec())
+        elif self._tabs.selected_index == _COMPARE and self._open is None:
+            self._compare.refresh()
+
     def _comparable(self) -> dict[str, Any]:
         spec = self._choices.spec()
         if not self._availability.known(spec, ask=False):
             raise SpecError("data", f"the data set {spec.data} is still being looked for; compare when Run is enabled")
         return self._choices.comparable()
-
-    def _describe(self, spec: Spec) -> None:
-        self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence}</div>'
-        self._command.text, self._diff.value = command(spec), words.diff_html(spec)
-        self._nodes.of(spec)
 
     def _free(self, free: bool) -> None:
         """Sets whether another run can be started or opened."""
@@ -230,7 +260,8 @@ class Lab:
     def _show_recorded(self, shown: bool) -> None:
         """A recorded run has a name and a time line instead of a configuration and the buttons that run it."""
         self._recorded.widget.layout.display = "" if shown else "none"
-        for widget in (self._own, self._settings):
+        self._recorded.which.layout.width = "300px" if shown else "132px"
+        for widget in (self._own, self._settings, self._choices.where):
             widget.layout.display = "none" if shown else ""
 
     def _read(self, path: str, beside: str) -> None:
@@ -241,12 +272,10 @@ class Lab:
             self._open = folder
             self._recorded.describe(folder)
             spec = spec_of(folder)
-            if spec is not None and spec.strategy is not None:
-                self._describe(spec)
-            else:
-                self._batch.value, self._command.text = "", text_of(folder, folder.command).strip()
-                self._diff.value = '<p class="labkit-empty">No diff: this script was not generated by the lab.</p>'
-            self._script.value = words.source_html(text_of(folder, folder.script))
+            trains = spec is not None and spec.strategy is not None
+            self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence}</div>' if trains else ""
+            with self._drawing:  # a tab that is turned to now draws the configuration
+                self._draw_tab()
             self._show_recorded(True)
         except (LookupError, Unreadable) as error:
             self._view.complain(error.args[0])
@@ -261,7 +290,7 @@ class Lab:
     def _start(self) -> None:
         if self._starting or self._view.busy:
             return
-        if self._compare.busy:
+        if self._made_compare is not None and self._made_compare.busy:
             self._view.complain("a comparison is running; stop it or wait until it finishes")
             return
         if (spec := self._ready()) is None:

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import traitlets
+
 from labkit.figures.machine import Changes, Film, as_json, film, player, still
 from labkit.frontends.panel.charts import HandshakeWidget, Live, program
 from labkit.record.state import RunState
@@ -17,9 +19,10 @@ _PACE = 20_000  # bytes of films per second: after a long one only words are sen
 
 
 class _MachineWidget(HandshakeWidget):
-    """The browser side: sends "ready" for the film."""
+    """The browser side: sends "ready" for the film, and shows `still` until it comes."""
 
     _esm = program("machine_widget.js", player())
+    still = traitlets.Unicode().tag(sync=True)
 
 
 class MachinePicture(Live):
@@ -33,12 +36,19 @@ class MachinePicture(Live):
         self._moved = False
         self._next = 0.0  # when the next film may be sent
 
+    def shown(self) -> None:
+        """As for any widget; a still comes with it, because a busy page asks for a film only much later."""
+        self.page.still = self._plain(self._state)
+        super().shown()
+
     def _restart(self) -> None:
         self._sent = None
 
     def _message(self, state: RunState) -> dict[str, Any] | None:
         shown, before, moves = film(state), self._sent, moving(state)
         continues = before is not None and _continues(shown, before)
+        if before is None:
+            self.page.still = ""  # a page that is reloaded should not begin with it
         if before is None or not (continues or (time.monotonic() < self._next and not state.over)):
             self._sent, self._moved = shown, moves
             message = {"kind": "film", "moves": moves, **as_json(shown)}

@@ -1,4 +1,4 @@
-"""Recorded runs in the panel, and the buttons that pack one and install what is missing."""
+"""Recorded runs in the panel, and the button that installs what is missing."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ import ipywidgets
 
 from labkit.common.arguments import check_path, shown
 from labkit.common.text import escape, visible, visible_line
-from labkit.common.units import counted, size
+from labkit.common.units import counted
 from labkit.frontends.panel.words import sentence_html, state_html
-from labkit.jobs import archive
-from labkit.jobs.job_files import profile
-from labkit.jobs.portable import of_run, of_spec
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import SpecFields
 from labkit.record.files import NotPlain
@@ -32,45 +29,6 @@ from labkit.record.status import current
 from labkit.setup import environment
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
-
-# ---- the button that packs
-
-
-_HINT = "Write script, torchrun commands, batch files and requirements to a zip that runs without labkit"
-
-
-class Pack:
-    """Packs what `chosen` returns: a recorded run, the Spec that would run, or nothing."""
-
-    def __init__(self, chosen: Callable[[], RunFolder | Spec | None]):
-        self._chosen = chosen
-        self.button = ipywidgets.Button(description="Pack as zip", tooltip=_HINT)
-        self.button.on_click(lambda _: self._start())
-        self.said = ipywidgets.HTML()
-        self.widget = ipywidgets.HBox([self.button, self.said])
-        self.button.add_class("labkit-pack")
-        self.said.add_class("labkit-packed")
-
-    def _start(self) -> None:
-        chosen = self._chosen()
-        if chosen is None:
-            self.said.value = sentence_html("this configuration cannot run; the reason stands above")
-            return
-        self.button.disabled = True
-        threading.Thread(target=self._pack, args=(chosen,), daemon=True, name="labkit pack").start()
-
-    def _pack(self, chosen: RunFolder | Spec) -> None:
-        """Runs in a thread, because the versions of all packages are looked up."""
-        try:
-            job = of_spec(chosen) if isinstance(chosen, Spec) else of_run(chosen)
-            run = chosen if isinstance(chosen, RunFolder) else None
-            path = archive.pack(job, profile(), Path.cwd() / f"{job.name}.zip", run)
-            self.said.value = f"<span>{escape(str(path))} ({size(path.stat().st_size)})</span>"
-        except Exception as error:  # show it: an exception in a thread would go unnoticed
-            self.said.value = sentence_html(str(error))
-        finally:
-            self.button.disabled = False
-
 
 # ---- the button that installs
 
@@ -229,6 +187,7 @@ class Recorded:
         hint = "Show another run below, always after as many steps"
         self.beside = ipywidgets.Dropdown(options=[(_ALONE, "")], description="In step with", tooltip=hint)
         self.beside.observe(lambda _: self._listing or self._on_choice(self.which.value), "value")
+        self.which.layout.width = "132px"
         self.which.add_class("labkit-recorded-runs")
         self.beside.layout.width = "240px"
         self.beside.add_class("labkit-field")

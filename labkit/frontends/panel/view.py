@@ -86,7 +86,8 @@ def table_bundle(name: str, state: RunState) -> dict[str, Any]:
 
 
 _READ = 0.1  # seconds between two reads of the run folder
-_REDRAW = 0.25  # seconds between two redraws
+_REDRAW = 0.25  # seconds between two redraws, or so many times as long as one takes:
+_REST = 3
 _WHOLE = "complete log: log lines have no timestamps"
 
 
@@ -187,7 +188,7 @@ class RunView:
         return [*above, self.charts.widget]
 
     def shown(self) -> None:
-        """Call this when the widgets are displayed."""
+        """Call this just before the widgets are displayed."""
         for charts in self._all_charts():
             charts.shown()
 
@@ -362,8 +363,8 @@ class RunView:
         while True:
             now = time.monotonic()
             if now >= due or self.state.over:
-                due = now + _REDRAW
                 self._draw()
+                due = now + max(_REDRAW, (1 + _REST) * (time.monotonic() - now))
                 if self.state.over:
                     return
             time.sleep(_READ)
@@ -454,7 +455,7 @@ def _live(run: Run) -> None:
     tabs.add_class("labkit-tabs")
     widget = ipywidgets.VBox([style(), actions, tabs])
     widget.add_class("labkit")
+    view.shown()
     display(widget)
     static.append(StaticFigures())
-    view.shown()
     view.follow(run)

@@ -3,6 +3,7 @@
 
 const PATIENCE = 60_000; // ms to wait for plotly.js before the kernel sends plain SVG
 const AGAIN = 500; // ms after which a chart that could not be drawn is drawn again
+const REST = 5; // times as long as a chart took to draw, no chart is drawn
 const NEXT = 10_000; // ms after which another widget asks for plotly.js, too: the kernel of the first may be gone
 
 // plotly.js comes from the kernel, once per page, and never from an external host.
@@ -167,6 +168,7 @@ class Board {
     this.config = config;
     this.charts = new Map();
     this.frame = 0;
+    this.rests = 0; // the timer of a pause
     this.resizing = new ResizeObserver(() => this.changed()); // of the boxes: one more chart makes the others narrower
     this.theming = new MutationObserver(() => this.changed());
     this.theming.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
@@ -210,25 +212,49 @@ class Board {
   }
 
   changed() {
-    for (const chart of this.charts.values()) chart.dirty = true;
+    for (const chart of this.charts.values()) chart.dirty = chart.urgent = true;
+    clearTimeout(this.rests);
+    this.rests = 0;
     this.schedule();
   }
 
-  // New points are stored immediately and drawn in the next animation frame. A hidden chart is drawn when it becomes
-  // visible: it is observed anew, as the observer tells nothing of a box that is hidden and shown within one frame.
+  // New points are stored immediately and drawn later, one chart in a frame, the one that has waited longest. After each
+  // the page rests, so that it answers while many ranks train. A chart that is new, or has another size or theme, does
+  // not wait.
   schedule() {
-    this.frame ||= requestAnimationFrame(() => {
+    if (this.frame || this.rests) return;
+    this.frame = requestAnimationFrame(() => {
       this.frame = 0;
+      const visible = [];
       for (const chart of this.charts.values()) {
         const { box, dirty } = chart;
         if (!dirty) continue;
-        if (box.clientWidth && box.clientHeight) this.draw(chart);
+        if (box.clientWidth && box.clientHeight) visible.push(chart);
         else if (!box.clientWidth && !box.clientHeight) {
+          // it is drawn when it becomes visible: it is observed anew, as the observer tells nothing of a box that is
+          // hidden and shown within one frame
           this.resizing.unobserve(box);
           this.resizing.observe(box);
         }
       }
+      if (visible.length) this.drawFirst(visible);
     });
+  }
+
+  drawFirst(charts) {
+    const urgent = charts.filter(({ drawn, urgent }) => urgent || !drawn);
+    const [chart] = (urgent.length ? urgent : charts).sort((one, other) => (one.drawnAt ?? 0) - (other.drawnAt ?? 0));
+    const began = performance.now();
+    this.draw(chart);
+    chart.urgent = false;
+    chart.drawnAt = performance.now();
+    if (urgent.length > 1) this.schedule();
+    else {
+      this.rests = setTimeout(() => {
+        this.rests = 0;
+        this.schedule();
+      }, REST * (chart.drawnAt - began));
+    }
   }
 
   draw(chart) {
@@ -254,6 +280,7 @@ class Board {
 
   close() {
     cancelAnimationFrame(this.frame);
+    clearTimeout(this.rests);
     this.resizing.disconnect();
     this.theming.disconnect();
     for (const chart of this.charts.values()) this.Plotly.purge(chart.box);

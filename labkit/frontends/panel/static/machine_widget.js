@@ -2,6 +2,7 @@
 
 function render({ model, el }) {
   el.classList.add("labkit-machine");
+  el.innerHTML = model.get("still"); // drawn and escaped by the kernel
   let stage = null;
   const heard = (message) => {
     if (message.kind === "film") stage ? stage.take(message) : (stage = new Stage(el, message));
