@@ -26,7 +26,7 @@ from labkit.jobs import archive, job_files, portable
 from labkit.plan.nodes import Node
 from labkit.record.documents import Unreadable, plain
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower
+from labkit.record.follow import Follower, is_recorded
 from labkit.record.logs import whole
 from labkit.record.state import OVER
 from labkit.record.status import is_over
@@ -391,14 +391,15 @@ def pack(args: argparse.Namespace) -> int:
     """Writes a job as a zip."""
     job = portable_of(args)
     run = None if args.specs else find(args.name)
+    recorded = run if run and is_recorded(run) else None
     path = Path(args.output or f"{job.name}.zip")
     if os.path.isdir(path):  # noqa: PTH112 a name that is too long is no folder
         raise Refused(f"{path} is a folder; give the name of the file with -o")
     try:
-        archive.pack(job, profile_of(args), path, run if run and is_over(run) else None)
+        archive.pack(job, profile_of(args), path, recorded)
     except OSError as error:
         raise Refused(f"{path} cannot be written: {error.strerror}") from None
-    shows = f"; show its recording with: labkit show {path}" if run and is_over(run) else ""
+    shows = f"; show its recording with: labkit show {path}" if recorded else ""
     say(f"{path} ({size(path.stat().st_size)}): unpack it with labkit unpack or unzip, and read README.md{shows}")
     return 0
 
