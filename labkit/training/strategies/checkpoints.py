@@ -55,6 +55,12 @@ def checksum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def pickle_by_value(kind: type) -> None:
+    """Pickle an enum as newer versions of Python do: 3.11.2 refers to `getattr`, which
+    `torch.load` refuses."""
+    kind.__reduce_ex__ = lambda member, protocol: (kind, (member.value,))
+
+
 def publish(unfinished: Path, step: int) -> None:
     """Add a manifest to a complete checkpoint, flush it, then rename the folder."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))

@@ -18,7 +18,15 @@ from labkit.training.strategies.base import (
     LEARNING_RATE,
     MIXED_PRECISION,
 )
-from labkit.training.strategies.checkpoints import CHECKPOINTS, IS_LOGGING_RANK, intact, progress, publish, restore
+from labkit.training.strategies.checkpoints import (
+    CHECKPOINTS,
+    IS_LOGGING_RANK,
+    intact,
+    pickle_by_value,
+    progress,
+    publish,
+    restore,
+)
 from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
 STAGE = 1  # ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters
@@ -68,6 +76,9 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
 
 def save(model, optimizer, step: int) -> None:
     """Write a checkpoint: each rank its part of the engine's state; then rename it."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    pickle_by_value(ZeroStageEnum)
     unfinished = CHECKPOINTS / "unfinished"
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # left by killed processes

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -20,6 +21,7 @@ from labkit.training.strategies.checkpoints import (
     IS_LOGGING_RANK,
     RESUME,
     intact,
+    pickle_by_value,
     progress,
     publish,
     restore,
@@ -66,6 +68,7 @@ def commit(index, rest: dict, step: int) -> None:
     unfinished = CHECKPOINTS / "unfinished"
     if dist.get_rank() == 0:
         index.storage_meta = None  # it contains the folder's name, which changes
+        pickle_by_value(metadata._MEM_FORMAT_ENCODING)
         torch.save(index, unfinished / "index.pt")
         torch.save(rest, unfinished / "progress.pt")
         publish(unfinished, step)
