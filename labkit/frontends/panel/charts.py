@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import anywidget
-import ipywidgets
 import traitlets
 
 from labkit import figures
@@ -21,6 +20,7 @@ from labkit.figures.as_plotly import numbers, parts, words
 from labkit.figures.as_svg import drawing
 from labkit.figures.controls import CONFIG, tools
 from labkit.figures.model import Chart, Drawn, Extent
+from labkit.frontends.panel import widgets
 from labkit.record.state import RunState
 
 # ---- opening the widgets
@@ -46,7 +46,7 @@ class HandshakeWidget(anywidget.AnyWidget):
 
     def __init__(self, **traits: Any) -> None:
         super().__init__(**traits)
-        self.box = ipywidgets.Box([self])
+        self.box = widgets.Box([self])
         self.box.add_class("labkit-program")
         self._attempts = _ATTEMPTS
         self.on_msg(self._handshake)
@@ -214,8 +214,8 @@ class Live:
     def __init__(self, page: HandshakeWidget, lock: AbstractContextManager[Any] | None = None) -> None:
         self.page = page
         self.page.on_msg(self._heard)
-        self.plain = ipywidgets.HTML(layout={"display": "none"})
-        self.widget = ipywidgets.VBox([self.page.box, self.plain])
+        self.plain = widgets.HTML(layout={"display": "none"})
+        self.widget = widgets.VBox([self.page.box, self.plain])
         self._lock = lock or threading.RLock()
         self._state = RunState()
         self._shown: float | None = None

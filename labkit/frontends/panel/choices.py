@@ -13,6 +13,7 @@ import ipywidgets
 
 from labkit.common.arguments import shown
 from labkit.common.text import escape
+from labkit.frontends.panel import widgets
 from labkit.frontends.panel.words import devices_of, shared_cores
 from labkit.plan.checks import without_effect
 from labkit.plan.fields import DEFAULT, about
@@ -93,21 +94,21 @@ class Settings:
         self._known: dict[str, Any] = dict(values)  # also of strategies that are not chosen now
         self._row, self._workload = chosen
         self._widgets: dict[str, ipywidgets.ValueWidget] = {}
-        self.more = ipywidgets.ToggleButton(
+        self.more = widgets.ToggleButton(
             description="Settings", tooltip="Batch size, length, precision, further options and faults"
         )
         self.more.observe(self._disclose, "value")
-        self.fault = ipywidgets.Dropdown(
+        self.fault = widgets.Dropdown(
             options=[("none", None), *((row.title, row.name) for row in FAULTS.values())],
             value=fault,
             description="Inject fault",
             tooltip="Inject a fault into the generated script",
         )
-        self.popover = ipywidgets.VBox(layout={"display": "none"})
-        self._shows = ipywidgets.HTML()
+        self.popover = widgets.VBox(layout={"display": "none"})
+        self._shows = widgets.HTML()
         self.more.add_class("labkit-more")
         self.popover.add_class("labkit-popover")
-        self.widget = ipywidgets.Box([self.more, self.popover])
+        self.widget = widgets.Box([self.more, self.popover], layout={})
         self.widget.add_class("labkit-options")
 
     @property
@@ -139,7 +140,7 @@ class Settings:
         for name, widget in self._widgets.items():
             widget.observe(partial(self._keep, name), "value")
         listed = [choice for heading, group in _groups(row, workload) for choice in self._listed(heading, group)]
-        heading = ipywidgets.HTML('<div class="labkit-heading">Fault injection</div>')
+        heading = widgets.HTML('<div class="labkit-heading">Fault injection</div>')
         self.popover.children = [*self._first, *listed, heading, self.fault, self._shows]
 
     def _keep(self, name: str, change: dict[str, Any]) -> None:
@@ -149,10 +150,10 @@ class Settings:
     def _listed(self, heading: str, group: tuple[Option, ...]) -> Iterator[ipywidgets.Widget]:
         """A heading, and each option of the group with its help text."""
         if group:
-            yield ipywidgets.HTML(f'<div class="labkit-heading">{escape(heading)}</div>')
+            yield widgets.HTML(f'<div class="labkit-heading">{escape(heading)}</div>')
         for option in group:
             yield self._widgets[option.name]
-            yield ipywidgets.HTML(f'<div class="labkit-help">{escape(option.help)}</div>')
+            yield widgets.HTML(f'<div class="labkit-help">{escape(option.help)}</div>')
 
     def _disclose(self, change: dict[str, Any]) -> None:
         if change["new"]:
@@ -176,13 +177,13 @@ def _widget(option: Option, values: dict[str, Any]) -> ipywidgets.ValueWidget:
     value, name = values.get(option.name, option.default), option.name
     common = {"value": value, "description": name, "tooltip": option.help}
     if option.choices:
-        return ipywidgets.Dropdown(options=list(option.choices), **common)
+        return widgets.Dropdown(options=list(option.choices), **common)
     if isinstance(option.default, bool):
-        return ipywidgets.Checkbox(indent=False, **common)
+        return widgets.Checkbox(indent=False, **common)
     if isinstance(option.default, (int, float)):
         kind = ipywidgets.BoundedIntText if isinstance(option.default, int) else ipywidgets.BoundedFloatText
         return kind(min=option.bounds.minimum, max=option.bounds.maximum, **common)
-    return ipywidgets.Text(**common)
+    return widgets.Text(**common)
 
 
 # ---- the choices
@@ -212,7 +213,7 @@ class Choices:
         start = _settled(Spec(**defaults), machine)
         self._kept = {name: getattr(start, name) for name in defaults if _ABOUT[name].panel == DEFAULT}
         self._wanted_nproc = start.nproc
-        self.precision = ipywidgets.Dropdown(
+        self.precision = widgets.Dropdown(
             options=list(_ABOUT["precision"].choices), value=start.precision, description="precision"
         )
         self._make(start)
@@ -227,13 +228,14 @@ class Choices:
         device = "cuda" if self._machine.gpus and start.device == "cuda" else "cpu"
         usual = [row for row in STRATEGIES.values() if not row.further]
         rest = [row for row in STRATEGIES.values() if row.further]
-        self.strategy = ipywidgets.ToggleButtons(
+        self.strategy = widgets.ToggleButtons(
             options=[(row.title, row.name) for row in usual],
             tooltips=[row.splits for row in usual],
             value=None if STRATEGIES[start.strategy].further else start.strategy,
             description="Strategy",
+            layout={"width": "auto"},
         )
-        self.further = ipywidgets.Dropdown(
+        self.further = widgets.Dropdown(
             options=[("more", ""), *((row.title, row.name) for row in rest)],
             value=start.strategy if STRATEGIES[start.strategy].further else "",
             description="More strategies",
@@ -244,25 +246,32 @@ class Choices:
             for row in WORKLOADS.values()
             for data in row.data
         ]
-        self.workload = ipywidgets.Dropdown(options=pairs, value=(start.workload, start.data), description="Workload")
-        self.device = ipywidgets.Dropdown(
+        self.workload = widgets.Dropdown(
+            options=pairs, value=(start.workload, start.data), description="Workload", layout={"width": "190px"}
+        )
+        self.device = widgets.Dropdown(
             options=[("GPUs", "cuda"), ("CPU ranks", "cpu")] if self._machine.gpus else [("CPU ranks", "cpu")],
             value=device,
             description="Train on",
-            layout={} if self._machine.gpus else {"display": "none"},
+            layout={"width": "110px"} | ({} if self._machine.gpus else {"display": "none"}),
         )
-        self.nproc = ipywidgets.BoundedIntText(value=start.nproc, min=1, max=max(start.nproc, 1), description="Ranks")
-        self.batch = _number("batch_size", start.batch_size, description="Batch size")
-        self.scaling = ipywidgets.Dropdown(
+        self.nproc = widgets.BoundedIntText(
+            value=start.nproc, min=1, max=max(start.nproc, 1), description="Ranks", layout={"width": "64px"}
+        )
+        self.batch = _number("batch_size", start.batch_size, description="Batch size", layout={"width": "68px"})
+        self.scaling = widgets.Dropdown(
             options=[("per rank", "weak"), ("in total", "strong")],
             value=start.scaling,
             description="Batch size counts samples",
             tooltip=_SCALING,
+            layout={"width": "90px"},
         )
-        self.length = _number("steps", start.steps or start.epochs, description="Train for")
+        self.length = _number("steps", start.steps or start.epochs, description="Train for", layout={"width": "70px"})
         unit = "steps" if start.steps else "epochs"
-        self.unit = ipywidgets.Dropdown(options=["epochs", "steps"], value=unit, description="Train for: unit")
-        self.explanation, self.where = ipywidgets.HTML(), ipywidgets.HTML()
+        self.unit = widgets.Dropdown(
+            options=["epochs", "steps"], value=unit, description="Train for: unit", layout={"width": "80px"}
+        )
+        self.explanation, self.where = widgets.HTML(), widgets.HTML(layout={})
         self.strategy.add_class("labkit-strategy")
         self.further.add_class("labkit-further")
         self._mark_further()
@@ -285,7 +294,6 @@ class Choices:
     @property
     def what(self) -> tuple[ipywidgets.Widget, ...]:
         """What is trained: strategy, workload and ranks."""
-        self.strategy.layout.width, self.workload.layout.width, self.nproc.layout.width = "auto", "190px", "64px"
         for widget in (self.strategy, self.workload, self.nproc):
             widget.add_class("labkit-field")
         self.workload.add_class("labkit-workload")
@@ -298,13 +306,11 @@ class Choices:
 
     def _first(self) -> list[ipywidgets.Widget]:
         """The settings of every run, in rows, above the options of the strategy."""
-        sized = {self.device: 110, self.batch: 68, self.scaling: 90, self.length: 70, self.unit: 80}
-        for widget, width in sized.items():
-            widget.layout.width = f"{width}px"
+        for widget in (self.device, self.batch, self.scaling, self.length, self.unit):
             widget.add_class("labkit-field")
         for widget in (self.scaling, self.unit):
             widget.add_class("labkit-joined")
-        row = ipywidgets.HBox([self.batch, self.scaling, self.length, self.unit])
+        row = widgets.HBox([self.batch, self.scaling, self.length, self.unit])
         row.add_class("labkit-row")
         return [self.device, row, self.precision]
 
@@ -458,4 +464,4 @@ def _number(name: str, value: int, **settings: Any) -> ipywidgets.BoundedIntText
     """A widget for a numeric field of Spec, with the bounds and the help that the field declares."""
     known = _ABOUT[name]
     low, high = known.bounds.minimum, known.bounds.maximum
-    return ipywidgets.BoundedIntText(value=value, min=low, max=high, tooltip=known.help, **settings)
+    return widgets.BoundedIntText(value=value, min=low, max=high, tooltip=known.help, **settings)

@@ -14,6 +14,7 @@ import ipywidgets
 from labkit.analysis.comparison import HEADS, Row, alike, cells, newest, recorded, recorded_elsewhere, sentences
 from labkit.common.text import escape
 from labkit.figures import comparison as pictures
+from labkit.frontends.panel import widgets
 from labkit.frontends.panel.recorded import label
 from labkit.frontends.panel.view import style
 from labkit.frontends.panel.words import sentence_html
@@ -35,7 +36,7 @@ class ComparisonView:
     """Shows a comparison: its table, charts and remarks, updated while it runs."""
 
     def __init__(self) -> None:
-        self._html = ipywidgets.HTML()
+        self._html = widgets.HTML()
         self._html.add_class("labkit-comparison")
         self._shown: tuple[Any, ...] | None = None
         self.widget = self._html
@@ -84,7 +85,7 @@ def show_comparison_in_notebook(comparing: Comparing) -> None:
         display(comparison_bundle(comparing), raw=True)
         return
     view = ComparisonView()
-    widget = ipywidgets.VBox([style(), view.widget])
+    widget = widgets.VBox([style(), view.widget])
     widget.add_class("labkit")
     display(widget)
     static = display({"text/html": "", "text/plain": ""}, raw=True, display_id=True)
@@ -195,10 +196,10 @@ class Card:
 
     def __init__(self, on_run: Callable[[Question], None]) -> None:
         self.question: Question | None = None
-        self._text = ipywidgets.HTML()
-        self.button = ipywidgets.Button()
+        self._text = widgets.HTML()
+        self.button = widgets.Button()
         self.button.on_click(lambda _: self.question and on_run(self.question))
-        self.widget = ipywidgets.VBox([self._text, self.button])
+        self.widget = widgets.VBox([self._text, self.button], layout={})
         self.widget.add_class("labkit-card")
 
     def show(self, question: Question | None) -> None:
@@ -224,54 +225,54 @@ class CompareTab:
         self._fields, self._cold, self._elsewhere = fields, cold, elsewhere
         self._comparing: Comparing | None = None
         self._boxes = {
-            name: ipywidgets.Checkbox(
+            name: widgets.Checkbox(
                 value=row.compared or row is BASELINE, description=row.title, indent=False, disabled=row is BASELINE
             )
             for name, row in STRATEGIES.items()
         }
         self._cards = [Card(self._ask) for _ in range(_SHOWN)]
-        self._stop_button = ipywidgets.Button(description="■ Stop", tooltip="Stop the comparison", disabled=True)
+        self._stop_button = widgets.Button(description="■ Stop", tooltip="Stop the comparison", disabled=True)
         self._stop_button.on_click(lambda _: self.stop())
         self._stop_button.add_class("labkit-compare-stop")
-        self._said = ipywidgets.HTML()
+        self._said = widgets.HTML()
         self._view = ComparisonView()
         self._view.say(_INTRODUCTION)
         # Threads read recorded runs: of what was asked for, only the newest is shown.
         self._lock = threading.Lock()
         self._asked = 0
-        cards = ipywidgets.HBox([card.widget for card in self._cards])
+        cards = widgets.HBox([card.widget for card in self._cards])
         cards.add_class("labkit-cards")
-        head = ipywidgets.HBox([self._own_choice(), self._recorded(), self._stop_button, self._said])
+        head = widgets.HBox([self._own_choice(), self._recorded(), self._stop_button, self._said])
         head.add_class("labkit-compare-head")
-        self.widget = ipywidgets.VBox([cards, head, self._view.widget])
+        self.widget = widgets.VBox([cards, head, self._view.widget])
         self.widget.add_class("labkit-compare")
 
     def _own_choice(self) -> ipywidgets.Box:
         """A button that opens the checkboxes of all strategies."""
         hint = "Choose the strategies to compare"
-        self._choose_button = ipywidgets.ToggleButton(description="Choose yourself", tooltip=hint)
+        self._choose_button = widgets.ToggleButton(description="Choose yourself", tooltip=hint)
         self._choose_button.observe(lambda change: _unfold(self._choices, change["new"]), "value")
         hint = "Run the selected strategies, one after another"
-        self._start_button = ipywidgets.Button(description="▶ Compare", tooltip=hint)
+        self._start_button = widgets.Button(description="▶ Compare", tooltip=hint)
         self._start_button.on_click(lambda _: self.start())
         self._start_button.add_class("labkit-compare-run")
-        boxes = ipywidgets.HBox(list(self._boxes.values()))
+        boxes = widgets.HBox(list(self._boxes.values()))
         boxes.add_class("labkit-boxes")
-        self._choices = ipywidgets.VBox([boxes, self._start_button], layout={"display": "none"})
+        self._choices = widgets.VBox([boxes, self._start_button], layout={"display": "none"})
         return _popover(self._choose_button, self._choices)
 
     def _recorded(self) -> ipywidgets.Box:
         """A button that opens the list of recorded runs to compare."""
         hint = "Compare recorded runs without running anything"
-        self._recorded_button = ipywidgets.ToggleButton(description="Recorded", tooltip=hint)
+        self._recorded_button = widgets.ToggleButton(description="Recorded", tooltip=hint)
         self._recorded_button.observe(self._disclose, "value")
         self._list = ipywidgets.SelectMultiple(rows=9, description="Recorded runs")
         hint = "Show the table and charts of the selected runs"
-        self._chosen_button = ipywidgets.Button(description="Compare selected", tooltip=hint)
+        self._chosen_button = widgets.Button(description="Compare selected", tooltip=hint)
         self._chosen_button.on_click(lambda _: self._show_chosen())
-        help_ = ipywidgets.HTML(f'<div class="labkit-help">{_HOW_TO_CHOOSE}</div>')
-        below = ipywidgets.HBox([self._chosen_button, help_])
-        self._popover = ipywidgets.VBox([self._list, below], layout={"display": "none"})
+        help_ = widgets.HTML(f'<div class="labkit-help">{_HOW_TO_CHOOSE}</div>')
+        below = widgets.HBox([self._chosen_button, help_])
+        self._popover = widgets.VBox([self._list, below], layout={"display": "none"})
         return _popover(self._recorded_button, self._popover)
 
     @property
@@ -434,7 +435,7 @@ def _popover(button: ipywidgets.ToggleButton, content: ipywidgets.Box) -> ipywid
     """A button with the box that it opens below itself."""
     button.add_class("labkit-compare-more")
     content.add_class("labkit-runs")
-    box = ipywidgets.Box([button, content])
+    box = widgets.Box([button, content])
     box.add_class("labkit-options")
     return box
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from labkit.common.arguments import check_flag
+from labkit.frontends.panel import widgets
 from labkit.frontends.panel.choices import Availability, Choices
 from labkit.frontends.panel.presentation import Presentation
 from labkit.frontends.panel.recorded import Install, Instead, Recorded, find_all, spec_of, under_way
@@ -90,12 +91,12 @@ class Lab:
         return self._run
 
     def _make(self, presentation: bool) -> None:
-        self._run_button = ipywidgets.Button(description="▶ Run", tooltip=_RUN_HINT)
+        self._run_button = widgets.Button(description="▶ Run", tooltip=_RUN_HINT)
         self._run_button.on_click(lambda _: self._start())
         self._run_button.add_class("labkit-run")
-        self._batch = ipywidgets.HTML()
+        self._batch = widgets.HTML()
         view, choices = self._view, self._choices
-        self._sources_box, self._compare_box = ipywidgets.VBox(), ipywidgets.VBox()
+        self._sources_box, self._compare_box = widgets.VBox(), widgets.VBox()
         self._sources_box.add_class("labkit-later")
         self._compare_box.add_class("labkit-later")
         shown = (
@@ -111,17 +112,17 @@ class Lab:
         tabs.observe(self._turned, "selected_index")
         mode = Presentation(on=presentation)
         self._install = Install(self._changed)
-        first = ipywidgets.HBox([*choices.what, self._run_button, view.stop_button, view.predict.button])
+        first = widgets.HBox([*choices.what, self._run_button, view.stop_button, view.predict.button])
         first.add_class("labkit-row")
-        said = ipywidgets.HBox([self._batch, self._install.widget, choices.where])
+        said = widgets.HBox([self._batch, self._install.widget, choices.where])
         said.add_class("labkit-status-row")
-        self._own = ipywidgets.VBox([first, choices.explanation])
-        self._head = ipywidgets.VBox([self._own, self._recorded.widget, said])
+        self._own = widgets.VBox([first, choices.explanation], layout={})
+        self._head = widgets.VBox([self._own, self._recorded.widget, said])
         self._head.add_class("labkit-head")
         self._settings = choices.settings
-        actions = ipywidgets.HBox([view.words, view.progress, self._settings, self._recorded.which, mode.box])
+        actions = widgets.HBox([view.words, view.progress, self._settings, self._recorded.which, mode.box])
         actions.add_class("labkit-actions")
-        self._widget = ipywidgets.VBox([style(), self._head, actions, tabs])
+        self._widget = widgets.VBox([style(), self._head, actions, tabs])
         self._widget.add_class("labkit")
 
     @property
@@ -163,11 +164,11 @@ class Lab:
             self._run = Run(start(self.spec, cold=self._cold))
             wait_and_display(self._run)
             return
-        if not self._cold:
-            prepare()
         self._view.shown()
         display(self._widget)
         self._static = StaticFigures()
+        if not self._cold:
+            prepare()
         self._view.complain(under_way())  # such as a run of a panel that a reload of the page has lost
 
     # ---- reacting to a change of the configuration

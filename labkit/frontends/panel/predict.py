@@ -17,6 +17,7 @@ from labkit.common.units import counted, size
 from labkit.figures import rank_colour
 from labkit.figures.prediction import Prediction, table_html
 from labkit.figures.tables import guess_html
+from labkit.frontends.panel import widgets
 from labkit.frontends.panel.words import sentence_html
 from labkit.launch.warm.client import tracing
 from labkit.plan.spec import Spec
@@ -44,8 +45,8 @@ class GuessFields:
         self.fields = {name: _field(name) for name in _NAMES}
         for field in self.fields.values():
             field.observe(lambda _: self._check(), "value")
-        head, self._wrong = ipywidgets.HTML("<b>Your guess</b>"), ipywidgets.HTML()
-        self.widget = ipywidgets.HBox([head, *self.fields.values(), *others, self._wrong], layout={"display": "none"})
+        head, self._wrong = widgets.HTML("<b>Your guess</b>"), widgets.HTML()
+        self.widget = widgets.HBox([head, *self.fields.values(), *others, self._wrong], layout={"display": "none"})
         self.widget.add_class("labkit-guesses")
         self._entered: list[Guess] = []
 
@@ -80,7 +81,7 @@ class GuessFields:
 def _field(name: str) -> ipywidgets.Text:
     figure = FIGURES[name]
     name = f"{figure.label} per rank ({figure.unit})"
-    field = ipywidgets.Text(description=name, placeholder="optional", tooltip=_GUESS_HINT, continuous_update=False)
+    field = widgets.Text(description=name, placeholder="optional", tooltip=_GUESS_HINT, continuous_update=False)
     field.add_class("labkit-guess-field")
     return field
 
@@ -120,11 +121,11 @@ class Predict:
         self._failed: tuple[Spec | None, str] = (None, "")
         self._untimed: tuple[Spec | None, str] = (None, "")
         self._elsewhere: tuple[Spec | None, str, Plan | None] = (None, "", None)  # the newest plan for another machine
-        self.button = ipywidgets.Button(description=_TITLE, tooltip=_HINT, disabled=True)
+        self.button = widgets.Button(description=_TITLE, tooltip=_HINT, disabled=True)
         self.button.on_click(lambda _: self._start())
         self.button.add_class("labkit-predict")
         names = [("this machine", HERE), *((name, name) for name in ACCELERATED)]
-        self.machine = ipywidgets.Dropdown(options=names, value=HERE, description="Predict for", tooltip=_FOR)
+        self.machine = widgets.Dropdown(options=names, value=HERE, description="Predict for", tooltip=_FOR)
         self.machine.add_class("labkit-guess-field")
         self.machine.observe(lambda _: self._move(), names="value")
 
@@ -230,7 +231,7 @@ class Before:
     """
 
     def __init__(self, chosen: Callable[[], Spec | None], on_prediction: Callable[[Spec, Plan], None]) -> None:
-        self.widget = ipywidgets.HTML(layout={"display": "none"})
+        self.widget = widgets.HTML(layout={"display": "none"})
         self.widget.add_class("labkit-before")
         self.predict = Predict(chosen, self.plan, self._predicted)
         self.guess = GuessFields(self.predict.machine)

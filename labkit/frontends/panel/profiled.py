@@ -17,6 +17,7 @@ from labkit.common.text import escape
 from labkit.common.units import size
 from labkit.figures.profiled import timeline
 from labkit.figures.tables import ledger_html, outcome_html
+from labkit.frontends.panel import widgets
 from labkit.frontends.panel.charts import Charts
 from labkit.launch.job import ask
 from labkit.record.folder import RunFolder
@@ -37,9 +38,9 @@ class _Tab:
         self.live = True  # False for a recording, of which no step can be profiled
         self._state = RunState()
         self._waits_for = 0
-        self._said = ipywidgets.HTML()
+        self._said = widgets.HTML()
         hint = "Profile one of the next steps"
-        self._capture = ipywidgets.Button(description="Profile a step", tooltip=hint, disabled=True)
+        self._capture = widgets.Button(description="Profile a step", tooltip=hint, disabled=True)
         self._capture.on_click(lambda _: self._ask())
 
     def _ask(self, snapshot: bool = False) -> None:
@@ -62,9 +63,9 @@ class _Tab:
             self._waits_for = 0
 
     def _box(self, name: str, head: list[ipywidgets.Widget], *below: ipywidgets.Widget) -> ipywidgets.Box:
-        row = ipywidgets.HBox([*head, self._said])
+        row = widgets.HBox([*head, self._said])
         row.add_class("labkit-tab-head")
-        box = ipywidgets.VBox([row, self.charts.widget, *below])
+        box = widgets.VBox([row, self.charts.widget, *below])
         box.add_class(name)
         return box
 
@@ -74,14 +75,12 @@ class TimelineTab(_Tab):
 
     def __init__(self, folder: Callable[[], RunFolder | None], lock: AbstractContextManager[Any]):
         super().__init__(folder, lock, Charts({"timeline": lambda state: timeline(state, self._chosen())}, lock))
-        self._which = ipywidgets.Dropdown(
-            options=[(_NEWEST, 0)], value=0, description="Step", layout={"width": "150px"}
-        )
+        self._which = widgets.Dropdown(options=[(_NEWEST, 0)], value=0, description="Step", layout={"width": "150px"})
         self._which.observe(lambda _: self.charts.redraw(), "value")
         hint = "Save a trace for ui.perfetto.dev or chrome://tracing"
-        self._export = ipywidgets.Button(description="Save trace", tooltip=hint, disabled=True)
+        self._export = widgets.Button(description="Save trace", tooltip=hint, disabled=True)
         self._export.on_click(lambda _: self._save())
-        self._ledger = ipywidgets.HTML()
+        self._ledger = widgets.HTML()
         self._ledger.add_class("labkit-comparison")
         self.widget = self._box("labkit-timeline", [self._capture, self._which, self._export], self._ledger)
 
@@ -118,9 +117,9 @@ class MemoryTab(_Tab):
         names = ("memory_by_owner", "memory_of_step")
         super().__init__(folder, lock, Charts({name: figures.CHARTS[name] for name in names}, lock))
         hint = "Record a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz)"
-        self._snapshot = ipywidgets.Button(description="Memory snapshot", tooltip=hint, layout={"display": "none"})
+        self._snapshot = widgets.Button(description="Memory snapshot", tooltip=hint, layout={"display": "none"})
         self._snapshot.on_click(lambda _: self._ask(snapshot=True))
-        self._apart, self._outcome = ipywidgets.HTML(), ipywidgets.HTML()
+        self._apart, self._outcome = widgets.HTML(), widgets.HTML(layout={})
         self._outcome.add_class("labkit-outcome")
         self.widget = self._box("labkit-memory", [self._capture, self._snapshot, self._apart], self._outcome)
 

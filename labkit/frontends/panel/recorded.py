@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import ipywidgets
-
 from labkit.common.arguments import check_path, shown
 from labkit.common.text import escape, visible, visible_line
 from labkit.common.units import counted
+from labkit.frontends.panel import widgets
 from labkit.frontends.panel.words import sentence_html, state_html
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import SpecFields
@@ -54,11 +53,11 @@ class Install:
         self._extra: str | None = None
         self._thread: threading.Thread | None = None
         self._said = ""
-        self.button = ipywidgets.Button(description="Install", layout={"display": "none"})
+        self.button = widgets.Button(description="Install", layout={"display": "none"})
         self.button.add_class("labkit-install")
         self.button.on_click(lambda _: self.start())
-        self.progress = ipywidgets.HTML()
-        self.widget = ipywidgets.HBox([self.button, self.progress])
+        self.progress = widgets.HTML()
+        self.widget = widgets.HBox([self.button, self.progress])
 
     @property
     def busy(self) -> bool:
@@ -148,7 +147,7 @@ class Instead:
 
     def __init__(self, choose: Callable[[str], None]):
         self._name = ""
-        self.button = ipywidgets.Button(description="Open a recorded run", layout={"display": "none"})
+        self.button = widgets.Button(description="Open a recorded run", layout={"display": "none"})
         self.button.add_class("labkit-instead")
         self.button.on_click(lambda _: choose(self._name))
 
@@ -179,22 +178,24 @@ class Recorded:
         self._on_choice = on_choice
         self._listing = False
         hint = "Open and replay a recorded run"
-        self.which = ipywidgets.Dropdown(options=[(_NONE, "")], description="Recorded", tooltip=hint)
+        self.which = widgets.Dropdown(
+            options=[(_NONE, "")], description="Recorded", tooltip=hint, layout={"width": "132px"}
+        )
         self.which.observe(self._chosen, "value")
-        self.close_button = ipywidgets.Button(description="✕ Close", tooltip="Back to the configuration")
+        self.close_button = widgets.Button(description="✕ Close", tooltip="Back to the configuration")
         self.close_button.on_click(lambda _: self.choose(""))
         self.close_button.add_class("labkit-close")
         hint = "Show another run below, always after as many steps"
-        self.beside = ipywidgets.Dropdown(options=[(_ALONE, "")], description="In step with", tooltip=hint)
+        self.beside = widgets.Dropdown(
+            options=[(_ALONE, "")], description="In step with", tooltip=hint, layout={"width": "240px"}
+        )
         self.beside.observe(lambda _: self._listing or self._on_choice(self.which.value), "value")
-        self.which.layout.width = "132px"
         self.which.add_class("labkit-recorded-runs")
-        self.beside.layout.width = "240px"
         self.beside.add_class("labkit-field")
-        self.title, self._said = ipywidgets.HTML(), ipywidgets.HTML()
-        row = ipywidgets.HBox([self.title, self.beside, self.close_button])
+        self.title, self._said = widgets.HTML(), widgets.HTML()
+        row = widgets.HBox([self.title, self.beside, self.close_button])
         row.add_class("labkit-row")
-        self.widget = ipywidgets.VBox([row, self._said], layout={"display": "none"})
+        self.widget = widgets.VBox([row, self._said], layout={"display": "none"})
         self.refresh()
 
     def refresh(self) -> None:

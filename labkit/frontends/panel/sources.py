@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import ipywidgets
 import traitlets
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -14,6 +13,7 @@ from pygments.lexers import DiffLexer, PythonLexer
 
 from labkit.common.text import escape
 from labkit.common.units import size
+from labkit.frontends.panel import widgets
 from labkit.frontends.panel.charts import HandshakeWidget, program
 from labkit.frontends.panel.recorded import spec_of, text_of
 from labkit.frontends.panel.words import sentence_html
@@ -34,18 +34,18 @@ class Sources:
     is packed: a recorded run, the Spec that would run, or nothing."""
 
     def __init__(self, chosen: Callable[[], RunFolder | Spec | None]):
-        self.script, self.diff = ipywidgets.HTML(), ipywidgets.HTML()
+        self.script, self.diff = widgets.HTML(), widgets.HTML()
         self.command, self.nodes, pack = Command(), NodeCommands(), Pack(chosen)
         shown = (self.script, self.diff, self.nodes.widget)
         for widget in shown:
             widget.add_class("labkit-code")
         self.script.tabbable = self.diff.tabbable = True  # they are scrolled with the keyboard, too
         names = ("train.py", "Diff to one device", "Several nodes")
-        which = ipywidgets.ToggleButtons(options=list(zip(names, shown)))
+        which = widgets.ToggleButtons(options=list(zip(names, shown)))
         which.add_class("labkit-which")
-        bar = ipywidgets.HBox([which, pack.widget, self.command.box])
+        bar = widgets.HBox([which, pack.widget, self.command.box])
         bar.add_class("labkit-bar")
-        self.widget = ipywidgets.VBox([bar, self.script])
+        self.widget = widgets.VBox([bar, self.script])
         self.widget.add_class("labkit-sources")
         which.observe(lambda change: setattr(self.widget, "children", (bar, change["new"])), "value")
 
@@ -84,10 +84,10 @@ class NodeCommands:
     """The command for each of several machines like this one, with a button that copies it."""
 
     def __init__(self) -> None:
-        self.nodes = ipywidgets.BoundedIntText(value=2, min=2, max=64, description="Nodes")
-        self.endpoint = ipywidgets.Text(value=f"node0:{PORT}", description="Node 0", continuous_update=False)
-        self.said, self._list = ipywidgets.HTML(), ipywidgets.VBox()
-        self.widget = ipywidgets.VBox([ipywidgets.HBox([self.nodes, self.endpoint]), self.said, self._list])
+        self.nodes = widgets.BoundedIntText(value=2, min=2, max=64, description="Nodes")
+        self.endpoint = widgets.Text(value=f"node0:{PORT}", description="Node 0", continuous_update=False)
+        self.said, self._list = widgets.HTML(), widgets.VBox()
+        self.widget = widgets.VBox([widgets.HBox([self.nodes, self.endpoint]), self.said, self._list])
         self._list.add_class("labkit-nodes")
         self._commands: list[Command] = []
         for field in (self.nodes, self.endpoint):
@@ -147,10 +147,10 @@ class Pack:
 
     def __init__(self, chosen: Callable[[], RunFolder | Spec | None]):
         self._chosen = chosen
-        self.button = ipywidgets.Button(description="Pack as zip", tooltip=_HINT)
+        self.button = widgets.Button(description="Pack as zip", tooltip=_HINT)
         self.button.on_click(lambda _: self._start())
-        self.said = ipywidgets.HTML()
-        self.widget = ipywidgets.HBox([self.button, self.said])
+        self.said = widgets.HTML()
+        self.widget = widgets.HBox([self.button, self.said])
         self.button.add_class("labkit-pack")
         self.said.add_class("labkit-packed")
 

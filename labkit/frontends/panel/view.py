@@ -19,6 +19,7 @@ from labkit.common.text import escape
 from labkit.figures import machine
 from labkit.figures.controls import CONFIG
 from labkit.figures.tables import findings_html, ledger_html, ranks_html, speed_html
+from labkit.frontends.panel import widgets
 from labkit.frontends.panel.charts import STATIC, Charts, Live
 from labkit.frontends.panel.logs import Logs
 from labkit.frontends.panel.machine import MachinePicture
@@ -104,14 +105,14 @@ def style() -> ipywidgets.HTML:
     """The panel's style sheet, as a hidden widget."""
     own = ((STATIC / name).read_text(encoding="utf-8") for name in ("panel.css", "presentation.css"))
     css = "".join((machine.style(), *own))
-    return ipywidgets.HTML(f"<style>{css}</style>", layout={"display": "none"})
+    return widgets.HTML(f"<style>{css}</style>", layout={"display": "none"})
 
 
 class Beside:
     """The picture and the charts of a second recorded run, below those of the first one, each under its name."""
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
-        self.names = [ipywidgets.HTML() for _ in range(2)]
+        self.names = [widgets.HTML() for _ in range(2)]
         for name in self.names:
             name.add_class("labkit-beside")
         self.machine, self.charts = MachinePicture(lock), Charts(lock=lock)
@@ -146,22 +147,22 @@ class RunView:
     ):
         self._lock = threading.RLock()
         self.state = RunState()
-        self.words = ipywidgets.HTML(state_html("ready", "quiet"))
+        self.words = widgets.HTML(state_html("ready", "quiet"))
         self.words.add_class("labkit-words")
-        self.progress = ipywidgets.HTML(progress_html(self.state))
-        self.finding = ipywidgets.HTML()
+        self.progress = widgets.HTML(progress_html(self.state))
+        self.finding = widgets.HTML()
         self.finding.add_class("labkit-above")
         hint = "Show evidence, cause and fix"
-        self._why = ipywidgets.ToggleButton(description="Why?", tooltip=hint, layout={"display": "none"})
+        self._why = widgets.ToggleButton(description="Why?", tooltip=hint, layout={"display": "none"})
         self._why.add_class("labkit-why")
         self._why.observe(lambda _: self._explain(), "value")
-        self._diagnosis = ipywidgets.HTML(layout={"display": "none"})
+        self._diagnosis = widgets.HTML(layout={"display": "none"})
         self._diagnosis.add_class("labkit-diagnoses")
-        self._what = ipywidgets.HTML()  # which run is on screen: the configuration may have changed since it started
+        self._what = widgets.HTML()  # which run is on screen: the configuration may have changed since it started
         self._what.add_class("labkit-what")
-        self.line = ipywidgets.HBox([self._what, self.finding, self._why])
+        self.line = widgets.HBox([self._what, self.finding, self._why])
         self.line.add_class("labkit-line")
-        self.findings = ipywidgets.VBox([self.line, self._diagnosis])
+        self.findings = widgets.VBox([self.line, self._diagnosis])
         self.findings.add_class("labkit-findings")
         self.machine = MachinePicture(self._lock)
         self.charts = Charts(lock=self._lock)
@@ -169,12 +170,12 @@ class RunView:
         self.predict, self.guess = self._before.predict, self._before.guess
         self.replay = Replay(self._show_moment, self._lock)
         self._beside: Beside | None = None  # made when a second run is shown for the first time
-        self.live = ipywidgets.VBox(self._alone())
+        self.live = widgets.VBox(self._alone())
         self.live.add_class("labkit-live")
         self.logs = Logs()
         self.timeline, self.memory = (Tab(lambda: self._folder, self._lock) for Tab in (TimelineTab, MemoryTab))
         hint = "Stop the run and all its processes"
-        self.stop_button = ipywidgets.Button(description="■ Stop", tooltip=hint, disabled=True)
+        self.stop_button = widgets.Button(description="■ Stop", tooltip=hint, disabled=True)
         self.stop_button.on_click(lambda _: self.stop())
         self.stop_button.add_class("labkit-stop")
         self._on_over = on_over
@@ -447,13 +448,13 @@ def _live(run: Run) -> None:
 
     static: list[StaticFigures] = []
     view = RunView(lambda name, state: static[0].fill(name, state))
-    actions = ipywidgets.HBox([view.stop_button, view.words, view.progress, Presentation().box])
+    actions = widgets.HBox([view.stop_button, view.words, view.progress, Presentation().box])
     actions.add_class("labkit-actions")
     tabs = ipywidgets.Tab([view.live, view.logs.widget, view.timeline.widget, view.memory.widget])
     for number, title in enumerate(("Live", "Logs", "Timeline", "Memory")):
         tabs.set_title(number, title)
     tabs.add_class("labkit-tabs")
-    widget = ipywidgets.VBox([style(), actions, tabs])
+    widget = widgets.VBox([style(), actions, tabs])
     widget.add_class("labkit")
     view.shown()
     display(widget)
