@@ -195,13 +195,13 @@ class Lab:
                 self._view.plan(None)
             return
         self._install.offer(None)
-        self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence}</div>'
+        self._batch.value = _batch_html(spec.batch_sentence)
         self._draw_tab()
         idle = not (self._starting or self._view.busy)
         self._free(idle)
         if not available:
             self._allow(False)
-            self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence} · looking for {spec.data}</div>'
+            self._batch.value = _batch_html(f"{spec.batch_sentence} · looking for {spec.data}")
         if idle and (self._run is None or self._view.recorded):
             self._view.preview(spec)
         elif idle:
@@ -274,7 +274,7 @@ class Lab:
             self._recorded.describe(folder)
             spec = spec_of(folder)
             trains = spec is not None and spec.strategy is not None
-            self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence}</div>' if trains else ""
+            self._batch.value = _batch_html(spec.batch_sentence) if trains else ""
             with self._drawing:  # a tab that is turned to now draws the configuration
                 self._draw_tab()
             self._show_recorded(True)
@@ -324,6 +324,10 @@ class Lab:
             self._instead.offer(state.spec)
         if self._static is not None and not self._view.recorded:
             self._static.fill(name, state)
+
+
+def _batch_html(sentence: str) -> str:
+    return f'<div class="labkit-batch">{sentence}</div>'
 
 
 def _display_recorded(folder: RunFolder) -> None:
