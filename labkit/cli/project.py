@@ -27,6 +27,7 @@ from labkit.setup.progress import Progress
 
 _FIRST_LAB = "labs/00_start_here.py"
 _SOCKET = "kernel-00000000-0000-0000-0000-000000000000-ipc-5"  # the longest name of a kernel socket
+_PANEL = "--IPKernelApp.extra_extensions=labkit.frontends.panel"
 _LONGEST_SOCKET_PATH = 104  # bytes, including the terminating zero: 108 on Linux, 104 on macOS
 
 
@@ -99,13 +100,13 @@ def _is_made_private(folder: Path) -> bool:
 
 def kernel_of_this_python(runtime: Path) -> Path:
     """A folder of Jupyter data in `runtime` whose kernel `python3` names this Python by its path, and not as `python`:
-    only then does Jupytext choose it for a script that names no kernel."""
+    only then does Jupytext choose it for a script that names no kernel. The kernel imports the panel when it starts."""
     from ipykernel.kernelspec import write_kernel_spec
 
-    folder = runtime / f"labkit-{hashlib.sha256(sys.executable.encode()).hexdigest()[:8]}"
+    folder = runtime / f"labkit-{hashlib.sha256(f'{sys.executable} {_PANEL}'.encode()).hexdigest()[:8]}"
     spec = folder / "kernels" / "python3"
     if not spec.exists():
-        write_kernel_spec(spec)
+        write_kernel_spec(spec, extra_arguments=[_PANEL])
     return folder
 
 

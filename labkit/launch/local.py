@@ -24,20 +24,21 @@ ENGINE = "local"
 _JOIN = 300  # seconds in which all nodes must have started
 # added to the environment of every run: each attempt has a store of its own, without keys of the one before it
 _COMMON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+_NICENESS = 10  # of CPU ranks below a page: with 8 of them on 2 cores, the panel answers in half the time
 
 
-def plan(spec: Spec, folder: RunFolder, node: Node | None = None) -> LaunchPlan:
+def plan(spec: Spec, folder: RunFolder, node: Node | None = None, *, below_page: bool = False) -> LaunchPlan:
     """The launch plan as stored in `launch.json`: `argv`, the additional environment `env`, the working folder `cwd`.
 
     `spec` must be resolved by `Spec.on`: its device and number of processes are known. With a `node`, torchrun starts
-    the ranks of that node alone.
+    the ranks of that node alone. If a page follows the run, `below_page`, CPU ranks let browser and kernel go first.
     """
     limits = in_force()
     return LaunchPlan(
         v=1,
         engine=ENGINE,
         argv=_argv(spec, folder, node),
-        env=_environment(spec, folder, node),
+        env=_environment(spec, folder, node) | _priority(spec, below_page),
         cwd=str(Path.cwd()),
         limit=None if limits.hours is None else limits.hours * 3600,
         lease=_lease(spec, limits, node),
@@ -121,6 +122,10 @@ def _environment(spec: Spec, folder: RunFolder, node: Node | None) -> dict[str, 
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(_address(node))
         return added | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
     return probe_environment(spec, folder) | {"LABKIT_LOOPBACK": "1", **LOOPBACK}
+
+
+def _priority(spec: Spec, below_page: bool) -> dict[str, str]:
+    return {"LABKIT_NICENESS": str(_NICENESS)} if below_page and spec.device == "cpu" else {}
 
 
 def probe_environment(spec: Spec, folder: RunFolder) -> dict[str, str]:

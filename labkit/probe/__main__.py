@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -44,6 +45,17 @@ def use_temporary_folder(folder: str) -> None:
         multiprocessing.process.current_process()._config["tempdir"] = folder  # as multiprocessing.util.get_temp_dir
 
 
+def give_way(niceness: int) -> None:
+    """Lets all other processes of this machine go first, by `niceness` (0 to 19).
+
+    torchrun starts each rank in a session of its own. Linux shares the cores between sessions before it looks at the
+    niceness of their processes, and a session has a niceness of its own (`sched(7)`, the autogroup feature).
+    """
+    os.nice(niceness)
+    with suppress(OSError):  # a kernel without this feature, or another system
+        Path("/proc/self/autogroup").write_text(str(niceness))
+
+
 def start() -> None:
     """Binds the process to its parent if it is a rank of a run, and runs the script."""
     if os.environ.get("LABKIT_RUN_DIR"):
@@ -54,6 +66,8 @@ def start() -> None:
             write_to_own_logs(folder)
         if folder := os.environ.get("LABKIT_TEMPORARY"):
             use_temporary_folder(folder)
+        if niceness := os.environ.pop("LABKIT_NICENESS", ""):
+            give_way(int(niceness))
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps messages of torch's profiler out of the script's output
     from labkit.probe.runner import main
 

@@ -38,6 +38,7 @@ from labkit.record.follow import Follower
 from labkit.record.logs import whole
 from labkit.record.state import OVER, RunState
 from labkit.runs.guesses import Guess, attach, document, pending
+from labkit.runs.notebook import in_notebook
 from labkit.setup.machine import Machine
 from labkit.setup.progress import Reading
 
@@ -247,7 +248,8 @@ def start(spec: Spec, *, guesses: Sequence[Guess] | None = None, **options: Any)
     """Starts a resolved Spec as `Job.start` does, with its prediction if there is one in the cache, and with the
     learner's predictions (default: those that are pending)."""
     guesses = pending(spec.processes) if guesses is None else guesses
-    job = Job.start(spec, prediction=cached(spec), guess=document(guesses), **options)
+    planned = options.pop("planned", partial(local.plan, below_page=in_notebook()))
+    job = Job.start(spec, prediction=cached(spec), guess=document(guesses), planned=planned, **options)
     attach(guesses, job.folder)
     return job
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from bench.notebook import opened, served
 from bench.results import Result
+from labkit.cli.project import lab_environment
 from labkit.setup.environment import BROWSERS
 
 if TYPE_CHECKING:
@@ -86,8 +87,9 @@ def panel() -> list[Result]:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of this process; modules are compiled once, as for users."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    """The environment that `labkit lab` gives JupyterLab; modules are compiled once, as for users."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | lab_environment()
 
 
 def _median(name: str, each: list[float], aim: str, note: str) -> Result:

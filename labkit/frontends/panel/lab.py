@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _TABS = ("Live", "Script & diff", "Logs", "Timeline", "Memory", "Compare")
 _SOURCES, _COMPARE = 1, 5
+_PICTURED = 1.5  # seconds that the page has for its first picture, before a warm server imports torch beside it
 _RUN_HINT = "Generate the script and launch it with torchrun"
 
 
@@ -168,7 +169,9 @@ class Lab:
         display(self._widget)
         self._static = StaticFigures()
         if not self._cold:
-            prepare()
+            warm = threading.Timer(_PICTURED, prepare)
+            warm.daemon = True
+            warm.start()
         self._view.complain(under_way())  # such as a run of a panel that a reload of the page has lost
 
     # ---- reacting to a change of the configuration
