@@ -3,6 +3,7 @@ displayed."""
 
 from __future__ import annotations
 
+import math
 import os
 import site
 import sys
@@ -24,14 +25,15 @@ ENGINE = "local"
 _JOIN = 300  # seconds in which all nodes must have started
 # added to the environment of every run: each attempt has a store of its own, without keys of the one before it
 _COMMON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-_NICENESS = 10  # of CPU ranks below a page: with 8 of them on 2 cores, the panel answers in half the time
+_NICER = 1.25  # by which one more degree of niceness lowers a share of the cores: `sched_prio_to_weight` of Linux
 
 
 def plan(spec: Spec, folder: RunFolder, node: Node | None = None, *, below_page: bool = False) -> LaunchPlan:
     """The launch plan as stored in `launch.json`: `argv`, the additional environment `env`, the working folder `cwd`.
 
     `spec` must be resolved by `Spec.on`: its device and number of processes are known. With a `node`, torchrun starts
-    the ranks of that node alone. If a page follows the run, `below_page`, CPU ranks let browser and kernel go first.
+    the ranks of that node alone. If a page follows the run, `below_page`, CPU ranks leave browser and kernel
+    their share of the cores.
     """
     limits = in_force()
     return LaunchPlan(
@@ -125,7 +127,11 @@ def _environment(spec: Spec, folder: RunFolder, node: Node | None) -> dict[str, 
 
 
 def _priority(spec: Spec, below_page: bool) -> dict[str, str]:
-    return {"LABKIT_NICENESS": str(_NICENESS)} if below_page and spec.device == "cpu" else {}
+    """The niceness with which all CPU ranks that share a core get as much of it as one process of other programs."""
+    per_core = spec.processes / Machine.here().cores
+    if not below_page or spec.device != "cpu" or per_core <= 1:
+        return {}
+    return {"LABKIT_NICENESS": str(round(math.log(per_core, _NICER)))}
 
 
 def probe_environment(spec: Spec, folder: RunFolder) -> dict[str, str]:

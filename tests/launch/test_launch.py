@@ -116,6 +116,18 @@ def nothing_left(folder: RunFolder, seconds: float = LIMIT) -> None:
     wait_until(lambda: not of_folder(folder.path), seconds)
 
 
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel has no groups of sessions")
+def test_a_rank_with_a_niceness_lets_other_sessions_go_first(tmp_path, monkeypatch):
+    """Linux shares the cores between sessions before it looks at processes: a rank has a session of its own."""
+    monkeypatch.setenv("LABKIT_NICENESS", "5")
+    script = tmp_path / "nice.py"
+    script.write_text(
+        "import os\nfor name in (os.nice(0), open('/proc/self/autogroup').read().split()[-1]): print(name)"
+    )
+    done = run(script, nproc=1, device="cpu", cold=True).wait(120)
+    assert done.logs(0).split() == ["5", "5"]
+
+
 # ---- runs that come to their own end
 
 

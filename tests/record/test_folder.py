@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import wait_until
+from machines import LAPTOP
 
 from labkit.common.processes import identity, is_same, living
 from labkit.launch import local, report
@@ -22,6 +23,7 @@ from labkit.record.folder import RunFolder, runs_root
 from labkit.record.follow import Follower
 from labkit.record.status import current, supervisor_of
 from labkit.record.writer import Writer
+from labkit.setup.machine import Machine
 
 
 @pytest.fixture
@@ -114,6 +116,15 @@ def test_the_plan_keeps_what_the_user_set(folder, monkeypatch):
     assert "OMP_NUM_THREADS" not in env
     assert env.get("PYTHONPATH", "/of/my/own").endswith("/of/my/own")
     assert "CUDA_VISIBLE_DEVICES" not in local.plan(replace(spec, device="cuda"), folder).env
+
+
+@pytest.mark.parametrize(("ranks", "niceness"), [(2, None), (3, "2"), (4, "3"), (8, "6")])
+def test_cpu_ranks_below_a_page_take_one_share_of_each_core(ranks, niceness, folder, monkeypatch):
+    monkeypatch.setattr(Machine, "here", lambda: LAPTOP)
+    spec = Spec("ddp", nproc=ranks, device="cpu")
+    assert local.plan(spec, folder, below_page=True).env.get("LABKIT_NICENESS") == niceness
+    assert "LABKIT_NICENESS" not in local.plan(spec, folder).env
+    assert "LABKIT_NICENESS" not in local.plan(replace(spec, device="cuda"), folder, below_page=True).env
 
 
 @pytest.mark.parametrize(("what", "threads"), [({"strategy": "single"}, "1"), ({"script": "mine.py"}, None)])

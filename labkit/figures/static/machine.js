@@ -105,7 +105,7 @@ class Stage {
     this.slider.value = frame;
     const moment = timed
       ? `${duration(share * seconds)} of ${duration(seconds)}`
-      : `operation ${Math.round(share * seconds)} of ${seconds}`;
+      : `operation ${Math.round(share * seconds)} of ${Math.round(seconds)}`;
     this.slider.setAttribute("aria-valuetext", moment);
     const slowed = SHORTEST / (1000 * seconds);
     this.caption.textContent = `${moment} · ${what}${timed && seconds && slowed > 1.5 ? ` · slowed ${Math.round(slowed)} times` : ""}`;

@@ -46,7 +46,7 @@ function theme(element) {
 }
 
 const ENTRY = 19; // px of height of one entry of a legend
-const NARROW = 330; // px of width below which a chart has no legend
+const NARROW = 330; // px of width below which a chart with letters of normal size has no legend
 const BASE_HEIGHT = 140; // px of height that a chart needs for letters of normal size
 const BOLD = 0.64; // width of a letter of a heading, relative to its size
 const LETTER = 0.6; // width of a letter of an axis title, relative to its size
@@ -62,7 +62,7 @@ function themed(chart, { ink, grid, scale: wanted }, charts) {
   widen(chart);
   resize(chart, scale / (chart.scale ?? 1));
   chart.scale = scale;
-  if (chart.box.clientWidth < NARROW) narrow(chart);
+  if (chart.box.clientWidth < NARROW * scale) narrow(chart);
   else if (data.every((trace) => trace.type === "scatter") && ENTRY * scale * data.filter(({ showlegend }) => showlegend).length > legendRoom(chart)) unlisted(chart);
   layout.yaxis.title.font = { size: Math.min(...[...charts].filter(({ box }) => box.clientHeight).map(titleSize)) }; // one size in all charts
   fitLegend(chart);
