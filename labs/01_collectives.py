@@ -226,8 +226,9 @@ pictures.collectives.costs(8)
 #   total, against ⌈log₂ n⌉ · M · β for the tree.
 # - **Double tree.** NCCL reduces each half of the message along a different tree. A rank that is a leaf in one tree is
 #   an inner node of the other, so no rank is idle: about as few rounds as a tree, about as many bytes as a ring.
-# - **In the switch.** NVLink SHARP and InfiniBand SHARP add in the switch: each rank sends its message once and
-#   receives the sum once, M bytes instead of 2 (n − 1) / n · M.
+# - **In the switch.** NVLink SHARP and InfiniBand SHARP add in the switch. InfiniBand's: each rank sends its message
+#   once and receives the sum once, M bytes instead of 2 (n − 1) / n · M. NVLink's: (1 + 1/n) · M, because the sum of
+#   each n-th part passes through the GPU that asked for it.
 
 # %% [markdown]
 # ## The cost on this machine

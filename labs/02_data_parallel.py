@@ -166,9 +166,10 @@ one, two = seconds(loop, 1), seconds(loop, 2)
 print(f"one thread {one:.2f} s, two threads {two:.2f} s: {two / one:.1f} times as long")
 
 # %% [markdown]
-# They take about twice as long, on any number of cores, because the two threads take turns. (A free-threaded build of
-# Python would show 1.) torch releases the lock *inside* an operation. The code between two operations, and the launch
-# of each operation on a GPU, needs it. In the run:
+# They take about twice as long, on any number of cores, because the two threads take turns: Python code runs only in
+# the thread that holds the interpreter's lock (the GIL). A free-threaded build of Python has no such lock, and on two
+# cores would show 1. torch releases it while an operation computes; the Python code between two operations needs it,
+# and so does the code that launches each operation on a GPU. In the run:
 
 # %%
 for each in replicas:

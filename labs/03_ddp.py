@@ -33,7 +33,10 @@ HERE = place(2)
 # ## A DDP step
 #
 # Once, at the start, rank 0 **broadcasts** its weights. Then, in every step, each rank does the same four things:
-# **forward** on its own samples, **backward**, **all-reduce** of the gradients, and the **update**.
+# **forward** on its own samples, **backward**, **all-reduce** of the gradients, and the **update**. (A model with
+# *buffers*, such as the running statistics of batch norm, sends one thing more: before each forward, rank 0 broadcasts
+# its buffers, unless `broadcast_buffers=False`. The statistics are those of rank 0's samples alone; `SyncBatchNorm`
+# computes them over the samples of all ranks, with a collective in each layer.)
 
 # %%
 pictures.data_parallel.ddp_step(ranks=2)

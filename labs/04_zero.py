@@ -43,7 +43,7 @@ print(HERE)
 #
 # That is **16 bytes per parameter**, the *model states*. Training in 16 bits does not change the sum: 2 for the
 # parameter, 2 for the gradient, and 12 in the optimizer, which stores a 32-bit copy in addition to its two moments. The
-# paper writes 16Ψ.
+# paper writes 16Ψ. Those who also add the gradients up in 32 bits, as Megatron-LM does, need 18.
 #
 # Our model is small, so that two CPU ranks can hold it too. Its states:
 
@@ -251,8 +251,10 @@ my_guess
 # the traffic, and is the only one with which the model size can grow with the number of ranks.
 #
 # The factor 1.5 compares equal dtypes. Under `torch.autocast`, DDP keeps parameters and gradients in 32 bits and
-# all-reduces 32-bit gradients: 2 · 4 bytes per parameter. FSDP2 with bf16 parameters gathers 2 · 2 bytes and
-# reduce-scatters 4: as much as DDP. If it also reduces in bf16 (`reduce_dtype`), it sends 6 bytes, less than DDP.
+# all-reduces 32-bit gradients: 2 · 4 bytes per parameter. FSDP2 with `param_dtype=torch.bfloat16` gathers 2 · 2 bytes
+# and reduces in bf16 as well, unless `reduce_dtype` says otherwise: 2 bytes more, 6 in total, less than DDP. The lab's
+# scripts reduce in 32 bits (`reduce_dtype=torch.float32`), because sums over many ranks lose digits in bf16: 8 bytes,
+# as much as DDP.
 
 # %% [markdown]
 # ## Bytes versus ranks
@@ -269,7 +271,7 @@ pictures.sharding.bytes_by_ranks(7e9, limit=80e9)
 #
 # On two ranks stage 2 (70 GB), if the activations fit into the rest; on four ranks stage 1 (70 GB). With 30 billion
 # parameters, the parameters and gradients alone take 240 GB, and the parameters alone 120 GB: stages 1 and 2 never fit,
-# with any number of ranks. Stage 3 fits from eight ranks on (60 GB).
+# with any number of ranks. Stage 3 fits on seven ranks (69 GB); six would be full without a single activation.
 #
 # </details>
 

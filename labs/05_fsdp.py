@@ -242,9 +242,9 @@ report(
 # | what it is | a wrapper around the model | changes the modules in place; names stay the same |
 # | a shard | a range of one flat parameter, across matrices | rows of each parameter, a `DTensor` |
 # | units | found by a wrap policy | one per call of `fully_shard` |
-# | frozen and trained parameters, several dtypes in a unit | awkward | each parameter separately |
+# | frozen and trained parameters | `use_orig_params=True`, one dtype per unit | each parameter separately |
 # | with tensor parallelism | awkward | a `DTensor` on a 2D mesh |
-# | checkpoints | of flat parameters, or gathered | each rank writes its `DTensor`s; any number of ranks can load them |
+# | checkpoints | whole, flat or sharded (`state_dict_type`) | `DTensor`s, which any number of ranks can load |
 #
 # FSDP1 still works, and most tutorials show it. PyTorch recommends FSDP2 for new code. In our scripts this is the whole
 # difference:

@@ -132,8 +132,9 @@ for strategy in ("ddp", "tp"):
 # ## A transformer
 #
 # A transformer layer has two such pairs. The first is attention: query, key and value are split by columns, so that
-# each rank has some **heads**, and the output projection by rows. The second is the MLP. Norms and residual additions
-# need whole vectors, so every rank computes all of them.
+# each rank has some **heads**, and the output projection by rows. The second is the MLP. A norm needs the whole vector
+# of a token. A residual addition does not: it adds number by number. But both of its inputs are whole on every rank by
+# then, so that every rank computes all of both.
 
 # %%
 pictures.tensor_parallel.layer()
@@ -189,9 +190,14 @@ for each in split.summary()["ranks"]:
     print(f"rank {each['rank']}: {stored:,.0f} of {whole:,} parameters, {stored / whole:.0%}")
 
 # %% [markdown]
-# Now look at where the time goes. Every all-reduce is **exposed**: the next matrix product needs its result. DDP
-# overlaps its all-reduces with backward; here there is little to overlap with. This is why tensor parallelism is used
-# where the interconnect is fastest: within a machine.
+# Now look at where the time goes. Every all-reduce of this script is **exposed**: the next matrix product needs its
+# result. DDP overlaps its all-reduces with backward; here there is little to overlap with. This is why tensor
+# parallelism is used where the interconnect is fastest: within a machine.
+#
+# There is something to overlap with if a product is cut into pieces: one is sent while the next is computed (Wang et
+# al. 2023). PyTorch calls it *async tensor parallelism*; `torch.compile` does it on GPUs with NVLink if
+# `torch._inductor.config._micro_pipeline_tp` is set. And backward computes two products, of which only one needs to be
+# summed over the ranks: Megatron-LM sends that one while it computes the gradient of the weights.
 
 # %%
 split.figure("timeline")

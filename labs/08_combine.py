@@ -205,11 +205,11 @@ mesh.wires(axes, sent, per_node=8, inside=inside, between=between)
 # %% [markdown]
 # <details class="answer"><summary>The resulting rule</summary>
 #
-# `tp` innermost, on the fastest interconnect: it sends the most, and nothing overlaps with it. `pp` outermost: it sends
-# the least. `dp` in between. That is one convention. Llama 3 puts FSDP outermost instead (Dubey et al. 2024, section
-# 3.3.2): its all-gathers can be prefetched and overlap with computation, whereas a stage of a pipeline waits for every
-# message. Set `between = 300e9`: with one bandwidth everywhere, the order does not matter. Set
-# `batch` to 1: which axis is the most expensive then?
+# `tp` innermost, on the fastest interconnect: it sends the most, and in these scripts nothing overlaps with it (lab 06
+# says who overlaps it, and how). `pp` outermost: it sends the least. `dp` in between. That is one convention. Llama 3
+# puts FSDP outermost instead (Dubey et al. 2024, section 3.3.2): its all-gathers can be prefetched and overlap with
+# computation, whereas a stage of a pipeline waits for every message. Set `between = 300e9`: with one bandwidth
+# everywhere, the order does not matter. Set `batch` to 1: which axis is the most expensive then?
 #
 # The model divides bytes by bandwidth. It ignores latency, overlap and bubbles: it ranks the orders and does not
 # predict the step time.

@@ -16,10 +16,10 @@
 # %% [markdown]
 # # Mixture of experts: more parameters, the same work per token
 #
-# The MLP of a transformer layer multiplies every vector by all of its parameters. A **mixture of experts** has several
-# MLPs per layer, the *experts*, and a small *router* that sends each vector to a few of them. The model has many times
+# The MLP of a transformer layer multiplies every token by all of its parameters. A **mixture of experts** has several
+# MLPs per layer, the *experts*, and a small *router* that sends each token to a few of them. The model has many times
 # the parameters, and a token costs about as much as before: Mixtral has 8 experts and uses 2, DeepSeek-V3 has 256 and
-# uses 8 (and a shared one). **But where do the experts live, how do the vectors get there, and what if all of them want
+# uses 8 (and a shared one). **But where do the experts live, how do the tokens get there, and what if all of them want
 # the same expert?**
 #
 # This lab takes about 25 minutes. Its cells compute for about 1 minute on two cores.
@@ -33,20 +33,21 @@ SMALL = {"workload": "moe", "samples": 64, "batch_size": 4, "precision": "fp32"}
 # %% [markdown]
 # ## The router
 #
-# The router is a linear layer: its softmax gives each vector a probability per expert. The vector goes to the `TOP_K`
-# best, and their outputs are added, weighted by the probabilities (Shazeer et al. 2017).
+# The router is a linear layer: a softmax over all experts gives each token a probability per expert. The token goes to
+# the `TOP_K` best, and their outputs are added, weighted by these probabilities (Fedus et al. 2021, section 2.1, with
+# one expert per token). Shazeer et al. (2017), and later Mixtral, take the softmax over the chosen experts only.
 
 # %%
 alone = Spec(strategy="single", nproc=1, device=HERE["device"], steps=24, **SMALL)
 excerpt(alone, "Mixture")
 
 # %% [markdown]
-# Tensors have fixed shapes, but nobody knows in advance how many vectors an expert gets. So each expert has a fixed
-# number of **slots** for each window of *T* positions, the *capacity* (Lepikhin et al. 2020):
+# Tensors have fixed shapes, but nobody knows in advance how many tokens an expert gets. So each expert has a fixed
+# number of **slots** for each sequence of *T* positions, the *capacity* (Lepikhin et al. 2020):
 #
 # $$C = \lceil f \cdot k \cdot T / E \rceil$$
 #
-# for *E* experts, *k* of them per vector, and a capacity factor *f*. A vector that finds no free slot is **dropped**:
+# for *E* experts, *k* of them per token, and a capacity factor *f*. A token that finds no free slot is **dropped**:
 # it keeps the residual connection only. Slots that stay empty are computed, too.
 #
 # **Predict:** *T* = 128, *E* = 8, *k* = 2, *f* = 1.25. How many slots has an expert? If one expert is everybody's first
@@ -88,10 +89,33 @@ balanced.figure("experts")
 unbalanced.findings()
 
 # %% [markdown]
+# ## Since then
+#
+# **No slots.** Fixed slots are computed when they are empty and drop tokens when they are full. MegaBlocks (Gale et al.
+# 2022) sorts the tokens by expert and multiplies groups of different lengths in one kernel; torch has it as
+# `torch.nn.functional.grouped_mm`. Nothing is padded and no token dropped, but the ranks must first tell each other how
+# many tokens come. Most models are trained this way now. This lab keeps slots because their bytes can be counted before
+# the run.
+#
+# **No second loss.** DeepSeek-V3 (2024, section 2.1.2) adds a bias to each expert's score, for the choice alone and not
+# for the weight of its output. After every step, the bias of a busy expert goes down a little and that of an idle one
+# goes up. Nothing pulls on the gradients of the model.
+#
+# **The experts choose.** If each expert takes the C tokens with its highest scores (Zhou et al. 2022), the load is even
+# by construction, but some tokens are taken by nobody. **Predict** why this does not suit a model that writes text.
+#
+# <details class="answer"><summary>Answer</summary>
+#
+# Whether an expert takes a token depends on all tokens of the sequence, also on later ones. While the model writes,
+# there are none yet: it would meet choices that it was not trained for. Where each token chooses its experts, the
+# choice depends on this token alone.
+#
+# </details>
+#
 # ## Expert parallelism
 #
 # Each rank holds *E / n* experts of every layer, and everything else as in DDP. Each rank has its own samples, so every
-# layer sends vectors twice: to the ranks of their experts (*dispatch*), and the outputs back (*combine*). Both are an
+# layer sends tokens twice: to the ranks of their experts (*dispatch*), and the outputs back (*combine*). Both are an
 # **all-to-all**: rank *i* sends a different chunk to every rank *j*.
 
 # %%
@@ -99,9 +123,9 @@ split = Spec(strategy="ep", **HERE, steps=4, **SMALL)
 excerpt(split, "AllToAll", "apply_experts", "keep_own_experts")
 
 # %% [markdown]
-# **Predict** how many MiB one rank sends per step. There are 5 layers, a batch of 4 windows per rank, 8 · 40 slots per
-# window, and 128 numbers of 4 bytes in each; backward sends the gradients of both. Half of the slots belong to the rank
-# itself. The 3.4 MB of other gradients are all-reduced.
+# **Predict** how many MiB one rank sends per step. There are 5 layers, a batch of 4 sequences per rank, 8 · 40 slots
+# per sequence, and 128 numbers of 4 bytes in each; backward sends the gradients of both. Half of the slots belong to
+# the rank itself. The 3.4 MB of other gradients are all-reduced.
 
 # %%
 my_guess = guess("sent_mb", ...)  # MiB per rank and step
@@ -114,14 +138,14 @@ job.ledger()
 # %% [markdown]
 # <details class="answer"><summary>What does a larger batch change, and what do more experts change?</summary>
 #
-# The vectors grow with the batch, unlike the gradients of DDP. With more experts, each has fewer slots: *E · C* stays
+# The tokens grow with the batch, unlike the gradients of DDP. With more experts, each has fewer slots: *E · C* stays
 # the same, and so do the bytes. They grow with *k* and with the capacity factor.
 #
 # </details>
 #
-# The gradient of an expert comes from the vectors of *all* ranks, so nothing is all-reduced; it is divided by *n*
-# because the loss is a mean over the ranks. Capacity and balance loss are those of one window, wherever it is computed:
-# therefore the losses are those of one process.
+# The gradient of an expert comes from the tokens of *all* ranks, so nothing is all-reduced; it is divided by *n*
+# because the loss is a mean over the ranks. Capacity and balance loss are those of one sequence, wherever it is
+# computed: therefore the losses are those of one process.
 
 # %% [markdown]
 # ## The rest, sharded
@@ -138,7 +162,7 @@ for one in (job, sharded):
 # %% [markdown]
 # ## Exercise: the capacity
 #
-# Write `slots(positions, experts, top_k, factor)`: the number of slots that each expert has for one window.
+# Write `slots(positions, experts, top_k, factor)`: the number of slots that each expert has for one sequence.
 
 
 # %% tags=["exercise"]
@@ -151,7 +175,7 @@ check("mixture_of_experts.slots", slots)
 # ## Exercise: half of the bytes
 #
 # Train `moe` for 4 steps with expert parallelism on two ranks, in fp32 and with a batch of 4 per rank, so that the
-# vectors need at most half of the bytes of the run above, with the same capacity factor.
+# tokens need at most half of the bytes of the run above, with the same capacity factor.
 
 # %% tags=["exercise"]
 lighter = ...  # run("ep", **HERE, steps=4, **SMALL, options={…}).wait()

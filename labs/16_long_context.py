@@ -14,10 +14,10 @@
 # ---
 
 # %% [markdown]
-# # Long context: one window on several ranks
+# # Long context: one sequence on several ranks
 #
-# Every strategy so far splits the batch, the layers or the blocks. But a single window of a million tokens does not fit
-# on one GPU: activations grow with its length, and attention relates each position to all earlier ones. **Context
+# Every strategy so far splits the batch, the layers or the blocks. But a single sequence of a million tokens does not
+# fit on one GPU: activations grow with its length, and attention relates each position to all earlier ones. **Context
 # parallelism** splits the *sequence*. Embedding, norms, MLPs and the loss treat each position on its own, so nothing
 # changes for them. **But attention needs the keys and values of all earlier positions: how does a rank get them, and is
 # the work the same for everybody?**
@@ -25,7 +25,7 @@
 # This lab takes about 25 minutes. Its cells compute for about 1 minute on two cores.
 
 # %%
-from labkit import Lab, Spec, check, excerpt, guess, place, run
+from labkit import Lab, Spec, check, excerpt, guess, place, predict, run
 
 HERE = place(4)  # four GPUs if this machine has them, otherwise four CPU ranks
 SMALL = {"workload": "gpt", "samples": 64, "batch_size": 4, "steps": 6, "precision": "fp32"}
@@ -33,7 +33,7 @@ SMALL = {"workload": "gpt", "samples": 64, "batch_size": 4, "steps": 6, "precisi
 # %% [markdown]
 # ## Who has more to do?
 #
-# Causal attention of position *t* looks at *t* + 1 keys. Four ranks get a quarter of the window each, in order.
+# Causal attention of position *t* looks at *t* + 1 keys. Four ranks get a quarter of the sequence each, in order.
 # **Predict:** how many times as much attention does the last rank compute as the first?
 
 
@@ -46,7 +46,7 @@ quarters = [pairs(range(32 * rank, 32 * rank + 32)) for rank in range(4)]
 print(quarters, f"{quarters[-1] / quarters[0]:.1f} times")
 
 # %% [markdown]
-# So the window is cut into *2n* chunks, and rank *r* gets the *r*-th from the beginning and the *r*-th from the end
+# So the sequence is cut into *2n* chunks, and rank *r* gets the *r*-th from the beginning and the *r*-th from the end
 # (Llama 3, 2024, section 3.3.2):
 
 # %%
@@ -60,14 +60,14 @@ print([pairs(chunks[rank]) + pairs(chunks[7 - rank]) for rank in range(4)])
 # %% [markdown]
 # ## All-gather
 #
-# The simplest way: every rank gathers the keys and values of the whole window, layer by layer, and backward
+# The simplest way: every rank gathers the keys and values of the whole sequence, layer by layer, and backward
 # reduce-scatters their gradients. A mask compares positions.
 
 # %%
 excerpt(split, "attend")
 
 # %% [markdown]
-# **Predict** how many MiB one of four ranks sends per step, with 5 layers, 4 windows of 128 positions, and keys and
+# **Predict** how many MiB one of four ranks sends per step, with 5 layers, 4 sequences of 128 positions, and keys and
 # values of 128 numbers of 4 bytes. The gradients of the 4.3 MB of parameters are all-reduced as in DDP.
 
 # %%
@@ -81,22 +81,26 @@ gathered.ledger()
 # %% [markdown]
 # <details class="answer"><summary>What is stored?</summary>
 #
-# Keys and values of the *whole* window, on every rank, until the backward of their layer. With grouped-query attention
-# they are small compared with the queries, which makes this the method of Llama 3.
+# Keys and values of the *whole* sequence, on every rank, until the backward of their layer. With grouped-query
+# attention they are small compared with the queries, which makes this the method of Llama 3.
 #
 # </details>
 #
 # ## Ring attention
 #
-# A rank can also attend to the chunks of one rank after the other. The keys and values travel around a ring (Liu et
-# al. 2023): each step sends those that have just been used to the next rank. Softmax can be computed in parts, if the
-# sum of the weights of each part is kept.
+# A rank can also attend to the chunks of one rank after the other, while they travel around a ring (Liu et al. 2023).
+# It receives the next ones during its computation with the present ones, and keeps none of them: so the sequence can be
+# as long as all ranks together have memory for. Softmax is over all keys, but it can be computed in parts, if the
+# logarithm of the sum of the exponentials is carried along.
 
 # %%
 ring = Spec(**split.to_json() | {"options": {"method": "ring"}})
-excerpt(ring, "part_of_softmax", "through_ring")
+excerpt(ring, "visitors", "seen", "RingAttention")
 
 # %% [markdown]
+# What forward does not keep, backward must get again: keys and values go around a second time, and the sums of their
+# gradients travel behind them, until the last hop brings them home.
+#
 # **Predict:** which pairs of chunks does a rank skip because of the causal mask? Are there ranks that skip more than
 # others?
 #
@@ -132,16 +136,42 @@ exchanged.ledger()
 exchanged.figure("loss")
 
 # %% [markdown]
-# | | bytes sent per rank and layer, forward and backward | limit |
+# | | numbers sent per rank and layer, forward and backward | what it asks for |
 # | --- | --- | --- |
-# | all-gather | 2(n−1)/n · 2·B·T·d numbers | stores the keys and values of the whole window |
-# | ring | 2(n−1)/n · 2·B·T·d numbers | short chunks compute too little to hide the messages |
-# | Ulysses | 8(n−1)/n · B·T·d/n numbers | at most as many ranks as heads (of keys and values) |
+# | all-gather | (4 − 4/n) · B·T·d | memory for the keys and values of the whole sequence |
+# | ring | (6 − 4/n) · B·T·d | chunks that compute for longer than they travel |
+# | Ulysses | (8 − 8/n) · B·T·d / n | as many heads (of keys and values) as ranks, or more |
 #
 # gloo implements the reduce-scatter of the first method as an all-reduce, which doubles it on CPU ranks.
 #
-# **Predict:** from how many ranks on does Ulysses send less than a ring? (With two ranks, they are equal.) Why are ring
-# and Ulysses often combined: Ulysses within a machine, a ring between machines?
+# The ring sends the most and stores the least. **Predict:** with sequences of 512 positions, how many MiB of
+# activations does each method need at the peak of a step?
+
+# %%
+for method in ("all_gather", "ring", "ulysses"):
+    plan = predict("cp", **HERE, **SMALL, options={"method": method, "context": 512}).to_json()
+    held = plan["ranks"][0]["at_peak"]["activations"]
+    print(f"{method:10} {held / 2**20:5.1f} MiB of activations on a rank, by a trace of the script")
+
+# %% [markdown]
+# When is the ring hidden behind the computation? A chunk of *c* positions is 4·*d*·*c* bytes of keys and values in
+# bf16, and a rank computes 4·*d*·*c*² operations with it, half of them if a mask hides half. So the transfer is hidden
+# if *c* exceeds the operations that a device computes per byte that its link sends (Liu et al. 2023, section 3). An
+# H100 computes 989 TFLOP/s and sends 450 GB/s over NVLink: about 2,200 positions, and 4,400 with the causal mask. Over
+# InfiniBand at 50 GB/s they are nine times as many.
+#
+# **Predict:** from which number of ranks does Ulysses send less than all-gather? Why do people combine the two, Ulysses
+# within a machine and a ring between machines?
+#
+# <details class="answer"><summary>Answer</summary>
+#
+# From three ranks: with two, both send 2·B·T·d numbers. Ulysses sends the least, but it cannot hide what it sends,
+# because attention needs all of it before it begins; and it ends at the number of heads. So it belongs where links are
+# fast: within a machine. A ring has no limit of ranks, talks to two neighbours only, and hides its transfers if the
+# chunks are long, which they are when each of its members is a whole machine. USP (Fang and Zhao 2024) and LoongTrain
+# (Gu et al. 2024) train this way.
+#
+# </details>
 #
 # ## Exercise: the chunks of a rank
 #

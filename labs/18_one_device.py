@@ -39,7 +39,8 @@ alone = Spec("single", **GPT, device=place(1)["device"])
 # products, for the gradients of inputs and weights. With *N* parameters and *D* tokens that is **6ND** in total.
 #
 # A layer of width *h* has 12h² parameters in its matrices. Attention also multiplies queries with keys, and weights
-# with values: 4·s·h FLOPs per token for *s* positions, without any parameters. The head is a matrix of vocabulary × h.
+# with values: 4·s·h FLOPs per token for *s* positions, without any parameters. (A causal mask hides half of them. By
+# convention all are counted, as here and in the MFU that papers publish.) The head is a matrix of vocabulary × h.
 #
 # **Predict:** how many percent of the FLOPs does 6ND miss, if N counts the layers only?
 
@@ -47,7 +48,7 @@ alone = Spec("single", **GPT, device=place(1)["device"])
 layers, width, positions, vocabulary = 5, 128, 128, 256
 tokens = GPT["batch_size"] * positions
 forward = layers * (2 * 12 * width**2 + 4 * positions * width) + 2 * vocabulary * width  # per token
-print(f"exact: {3 * forward * tokens / 1e9:.3f} GFLOP    6ND: {6 * layers * 12 * width**2 * tokens / 1e9:.3f} GFLOP")
+print(f"counted: {3 * forward * tokens / 1e9:.3f} GFLOP    6ND: {6 * layers * 12 * width**2 * tokens / 1e9:.3f} GFLOP")
 
 # %% [markdown]
 # The lab counts the same while it traces the script with tensors that have no data:

@@ -42,9 +42,12 @@ from labkit import advise, atlas, check, on_trial, pictures
 # | link | connects | |
 # | --- | --- | --- |
 # | PCIe | GPU, host, network adapter | shared by what is below the same switch |
-# | NVLink | GPUs of a node, directly | T4 and most cards for workstations have none |
-# | NVSwitch | the NVLinks of a node | each GPU reaches every other at full speed, all at once |
-# | InfiniBand, RoCE | nodes | in large clusters one adapter per GPU (a *rail*); Ethernet is slower |
+# | NVLink | GPUs, directly | T4 and most cards for workstations have none |
+# | NVSwitch | the NVLinks of a node, or of a rack (GB200 NVL72) | each GPU reaches all others at full speed at once |
+# | InfiniBand, RoCE | nodes | in large clusters one adapter per GPU (a *rail*); TCP over Ethernet is slower |
+#
+# A **domain** of NVLink is where it reaches: eight GPUs of one node up to Hopper, and the 72 GPUs of a whole rack,
+# which are 18 nodes, in a GB200 NVL72 (Blackwell). "Within a node" and "over NVLink" are no longer the same.
 #
 # **Predict:** how many times as fast as InfiniBand NDR is NVLink 4, per GPU and direction? (`nvidia-smi topo -m` prints
 # what connects your own GPUs.) Hover over a bar for its source.
@@ -108,14 +111,16 @@ pictures.links.bus(machine="h100x8", devices=64)
 #
 # </details>
 #
-# **NVLS** (NVLink SHARP, from H100 on): the NVSwitch adds. By formula, each GPU sends M bytes and receives M, instead
-# of 2 (n − 1) / n · M in each direction, so the bus bandwidth may exceed that of the link. It is not in this model.
+# **NVLS** (NVLink SHARP, from H100 on): the NVSwitch adds. The switch reads the whole message of every GPU, hands each
+# the sum of its n-th part, and multicasts the parts that the GPUs send back: (1 + 1/n) · M bytes in each direction,
+# instead of 2 (n − 1) / n · M. So the bus bandwidth may exceed that of the link. It is not in this model.
 #
 # ## Which axis over which link
 #
 # [Lab 08](08_combine.py) ordered the axes by bytes over bandwidth. But communication that overlaps with computation
-# costs nothing until it is longer. Take the same 7B model on two nodes of 8 A100: all of `tp` and `pp` is exposed,
-# `dp` overlaps with backward. **Predict:** which order is the best one now?
+# costs nothing until it is longer. Take the same 7B model on two nodes of 8 A100, with `tp` and `pp` as simple as in
+# our scripts, so that all of both is exposed; `dp` overlaps with backward. **Predict:** which order is the best one
+# now?
 
 # %%
 axes = {"pp": 2, "dp": 2, "tp": 4}
@@ -252,10 +257,11 @@ else:
 
 # %% [markdown]
 # Which rank is to blame? Torch's **flight recorder** keeps the last collectives of each rank in memory, with their
-# sizes and order. With NCCL, `TORCH_FR_BUFFER_SIZE=2000` (in older versions `TORCH_NCCL_TRACE_BUFFER_SIZE`) turns it
-# on, `TORCH_NCCL_DUMP_ON_TIMEOUT=1` writes a file per rank when the watchdog fires, and `torchfrtrace` compares the
-# files; that was not run here. The lab reads the same recorder while a run hangs: the finding `hang` of
-# [lab 12](12_troubleshooting.py) names the rank, the collective and the line, long before any timeout.
+# sizes and order. With NCCL it is on by default: `TORCH_FR_BUFFER_SIZE` is 2000 (older versions call it
+# `TORCH_NCCL_TRACE_BUFFER_SIZE`, and the oldest leave it at 0). When the watchdog fires, it writes a file per rank, to
+# `TORCH_FR_DUMP_TEMP_FILE`, and `torchfrtrace` compares the files; that was not run here. The lab reads the same
+# recorder while a run hangs: the finding `hang` of [lab 12](12_troubleshooting.py) names the rank, the collective and
+# the line, long before any timeout.
 #
 # ## Exercises
 #

@@ -31,17 +31,28 @@
 #
 # ```diff
 # -model = AutoModelForCausalLM.from_pretrained(name, device_map="auto")
-# +model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # on the CPU
+# +with torch.device("meta"):  # shapes without memory
+# +    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
 # +for layer in model.model.layers:
 # +    fully_shard(layer)
 # +fully_shard(model)
+# +model.to_empty(device="cuda")  # memory for this rank's shards
+# +weights = AutoModelForCausalLM.from_pretrained(name).state_dict() if dist.get_rank() == 0 else {}
+# +whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+# +set_model_state_dict(model, weights, options=whole)
 #  optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)  # after sharding
 # ```
 #
 # and the start: `torchrun --nproc-per-node=8 train.py` instead of `python train.py`. Remove `model.to(...)` and every
 # `.cuda()`; use `DistributedSampler`; let one rank print.
 #
-# The following cell shows the difference in memory: all layers in one process, and a shard per rank.
+# Why so many lines? With `from_pretrained` on every rank, eight ranks of a node would each load the whole model into
+# the memory of its CPUs: 70 billion parameters in 16 bits are 8 · 140 GB. So only rank 0 reads the weights, and sends
+# each rank its shards. Buffers that a checkpoint does not contain, such as the frequencies of rotary embeddings, must
+# be computed again after `to_empty`.
+#
+# The following cell does this with a small model, and shows the difference in memory: all layers in one process, and a
+# shard per rank.
 
 # %%
 # %load_ext labkit
@@ -49,6 +60,7 @@
 # %%
 # %%torchrun 2
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 
@@ -61,13 +73,17 @@ def mib(model):
     return round(sum(each.numel() * each.element_size() for each in local) / 2**20, 2)
 
 
-whole = layers()
-model = layers().to(device)
+whole = layers() if rank == 0 else None
+with torch.device("meta"):
+    model = layers()
 mesh = dist.init_device_mesh(device.type, (world_size,))
 for layer in model:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
+model.to_empty(device=device)
+weights = whole.state_dict() if rank == 0 else {}
+set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 model(torch.ones(4, 256, device=device)).sum().backward()
 optimizer.step()
-report(whole=f"{mib(whole)} MiB", on_this_rank=f"{mib(model)} MiB")
+report(read_here=f"{mib(whole) if rank == 0 else 0} MiB", kept_here=f"{mib(model)} MiB")

@@ -33,13 +33,13 @@ SPLIT: list[tuple[str, str, int, dict[str, Any], dict[str, float]]] = [
     ("fsdp2", "moe", 2, {"precision": "bf16"}, {"all_gather": 22_754_464, "all_reduce": 45_508_928}),
     ("diloco", "mlp", 2, {"sync_every": 3}, {"all_reduce": 5_357_648}),
     ("diloco", "mlp", 2, {}, {}),
-    ("cp", "gpt", 4, {"method": "ring"}, {"all_reduce": 25_764_864, "send": 31_457_280}),
+    ("cp", "gpt", 4, {"method": "ring"}, {"all_reduce": 25_764_864, "send": 52_428_800}),
     (
         "cp",
         "gpt",
         2,
         {"method": "ring", "precision": "bf16", "checkpoint_activations": True},
-        {"all_reduce": 8_588_288, "send": 7_864_320},
+        {"all_reduce": 8_588_288, "send": 13_107_200},
     ),
     ("cp", "gpt", 4, {"method": "ulysses"}, {"all_to_all": 15_728_640, "all_reduce": 25_764_864}),
     (

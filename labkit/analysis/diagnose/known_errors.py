@@ -483,8 +483,9 @@ KNOWN_ERRORS = (
         "a collective reached NCCL's timeout",
         "some rank never called this collective, or called it later than the timeout (default: 10 minutes); the rank "
         "that reports the timeout is one that waited",
-        "find the rank that is at a different line: run again with TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and read the "
-        "flight recorder's dump, or `py-spy dump` on each rank; raise timeout= of init_process_group only if the ranks "
+        "find the rank that is at a different line: read the dumps of the flight recorder, a file per rank (set "
+        "TORCH_FR_BUFFER_SIZE=2000 if there are none; TORCH_NCCL_TRACE_BUFFER_SIZE in older versions of torch), or "
+        "`py-spy dump` on each rank; raise timeout= of init_process_group only if the ranks "
         "really differ by that much",
     ),
     KnownError(

@@ -348,9 +348,9 @@ def agreements(case: Case) -> Iterator[Flow]:
 
 def keys_and_values(case: Case) -> Iterator[Flow]:
     """Context parallelism. As Llama 3 was trained (2024, section 3.3.2): all-gather of keys and values, reduce-scatter
-    of their gradients. Around a ring (Liu et al. 2023): every rank sends each of them n − 1 times, and so the
-    gradients. Ulysses (Jacobs et al. 2023, section 3.2): an all-to-all of query, key, value and output, and of their
-    gradients.
+    of their gradients. Around a ring (Liu et al. 2023): n − 1 hops of keys and values in forward and again in backward,
+    where the sums of their gradients make n, the last one home. Ulysses (Jacobs et al. 2023, section 3.2): an
+    all-to-all of query, key, value and output, and of their gradients.
     """
     transformer, wide = case.spec.workload_row.transformer, 2 if case.half else 4
     assert transformer is not None  # the strategy takes no other workload
@@ -358,8 +358,9 @@ def keys_and_values(case: Case) -> Iterator[Flow]:
     both = 2 * wide * model.layers * case.batch * model.positions * model.width
     what = f"2·{wide}·L·B·T·d"
     if case.options["method"] == "ring":
-        sent, why = (case.n - 1) * both, "recomputing a layer's activations sends its keys and values again"
-        yield Flow("send", 2 * sent, f"2(n−1)/n · {what} per rank", ((sent if case.again else 0, why),))
+        around, why = (case.n - 1) * both, "recomputing a layer's activations sends its keys and values again"
+        home = case.n * both
+        yield Flow("send", 2 * around + home, f"(3 − 2/n) · {what} per rank", ((around if case.again else 0, why),))
         return
     if case.options["method"] == "ulysses":
         part, why = both / 2 / case.n, "recomputing a layer's activations repeats its exchanges"

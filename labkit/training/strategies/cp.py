@@ -2,16 +2,17 @@
 
 The chunks of a rank are as far from the beginning of the window as from its end, so that every rank has as many earlier
 positions to attend to. METHOD says how ranks get what they lack: `all_gather` is that of Llama 3, `ring` passes keys
-and values from rank to rank (Liu et al. 2023), `ulysses` exchanges positions for heads (Jacobs et al. 2023). `attend`,
-`positions` and `windows`, which the modules of GPT and of the text define for whole windows, are defined for the chunks
-here.
+and values from rank to rank (Ring Attention, Liu et al. 2023, with the two chunks of Llama 3), `ulysses` exchanges
+positions for heads (Jacobs et al. 2023). `attend`, `positions` and `windows`, which the modules of GPT and of the text
+define for whole windows, are defined for the chunks here.
 """
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import TensorDataset
 
+from labkit.training.strategies.base import RANKS
 from labkit.training.strategies.ddp import gradient_sync, parallelize
 from labkit.training.strategies.ep import AllToAll
 from labkit.training.strategies.fsdp2_tp import evaluate
@@ -63,50 +64,94 @@ class AllGather(torch.autograd.Function):
         return own
 
 
-class Shift(torch.autograd.Function):
-    """Sends a tensor to the next rank of the ring; backward sends the gradient back."""
-
-    @staticmethod
-    def forward(ctx, tensor: torch.Tensor, by: int = 1) -> torch.Tensor:
-        ctx.by, received = by, torch.empty_like(tensor)
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        send = dist.P2POp(dist.isend, tensor, (rank + by) % ranks)
-        receive = dist.P2POp(dist.irecv, received, (rank - by) % ranks)
-        for work in dist.batch_isend_irecv([send, receive]):
-            work.wait()
-        return received
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return Shift.apply(gradient.contiguous(), -ctx.by), None
+def send_on(tensor: torch.Tensor) -> tuple[torch.Tensor, list[dist.Work]]:
+    """Starts to send a tensor to the next rank of the ring and to receive that of the rank before."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    received = torch.empty_like(tensor)
+    send = dist.P2POp(dist.isend, tensor, (rank + 1) % ranks)
+    receive = dist.P2POp(dist.irecv, received, (rank - 1) % ranks)
+    return received, dist.batch_isend_irecv([send, receive])
 
 
-def part_of_softmax(query, key, value, mask=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to some of the positions, and the logarithm of their weight."""
+def visitors(tensor: torch.Tensor):
+    """The tensors of all ranks as they come around the ring, this rank's first: the next one travels while one is
+    used, and none is kept."""
+    for _ in range(dist.get_world_size() - 1):
+        received, transfers = send_on(tensor)
+        yield tensor
+        for transfer in transfers:
+            transfer.wait()
+        tensor = received
+    yield tensor
+
+
+def seen(step: int, length: int) -> tuple[slice, slice]:
+    """The queries that see keys of the rank `step` places before this one in the ring, and the keys that they see."""
+    whole, first, second = slice(length), slice(length // 2), slice(length // 2, length)
+    if step == 0:  # this rank's own, causally
+        return whole, whole
+    elif step <= dist.get_rank():  # the first chunk of a lower rank is before both of ours
+        return whole, first
+    else:  # both chunks of a higher rank are before our second one
+        return second, whole
+
+
+def scores_of(query: torch.Tensor, key: torch.Tensor, step: int) -> torch.Tensor:
+    """The scaled products of queries and keys; -inf for the later positions of this rank's own chunks."""
     scores = (query @ key.mT).float() / query.shape[-1] ** 0.5
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    weight = scores.logsumexp(-1, keepdim=True)
-    return ((scores - weight).exp() @ value.float()), weight
+    if step == 0:
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores
 
 
-def through_ring(query, key, value) -> torch.Tensor:
-    """Attend to the chunks of one rank after the other, as they arrive."""
-    rank, ranks, length = dist.get_rank(), dist.get_world_size(), query.shape[2]
-    causal = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    half, parts = length // 2, [part_of_softmax(query, key, value, causal)]
-    passed = torch.stack([key, value])
-    for step in range(1, ranks):
-        passed = Shift.apply(passed)
-        key, value = passed
-        if step <= rank:  # of a lower rank: its first chunk is before both of ours
-            part = part_of_softmax(query, key[:, :, :half], value[:, :, :half])
-        else:  # of a higher rank: both of its chunks are before our second one
-            part, weight = part_of_softmax(query[:, :, half:], key, value)
-            part = (pad(part, (0, 0, half, 0)), pad(weight, (0, 0, half, 0), value=-1e9))
-        parts.append(part)
-    results, weights = (torch.stack(each) for each in zip(*parts))
-    return (results * weights.softmax(0)).sum(0).to(query.dtype)
+class RingAttention(torch.autograd.Function):
+    """Causal attention to the chunks of one rank after the other, while those of the next one travel.
+
+    Only what belongs to this rank is kept for backward: keys and values come around the ring again there, and the sums
+    of their gradients travel behind them until they are home.
+    """
+
+    @staticmethod
+    def forward(ctx, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        own, output = torch.stack([key, value]), torch.zeros_like(query, dtype=torch.float32)
+        # the logarithm of the sum of the exponentials so far
+        total = output.new_full((*query.shape[:-1], 1), -torch.inf)
+        for step, (its_key, its_value) in enumerate(visitors(own)):
+            rows, columns = seen(step, query.shape[2])
+            scores = scores_of(query[:, :, rows], its_key[:, :, columns], step)
+            before = total[:, :, rows]
+            now = torch.logaddexp(before, scores.logsumexp(-1, keepdim=True))
+            part = (scores - now).exp().to(value.dtype) @ its_value[:, :, columns]
+            output[:, :, rows] = (before - now).exp() * output[:, :, rows] + part
+            total[:, :, rows] = now
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, total)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, output, total = ctx.saved_tensors
+        own, of_query = torch.stack([key, value]), torch.zeros_like(query)
+        sums, transfers = torch.zeros_like(own), []
+        # what softmax takes from the gradients of all scores of a query
+        shared = (gradient * output).sum(-1, keepdim=True)
+        for step, (its_key, its_value) in enumerate(visitors(own)):
+            rows, columns = seen(step, query.shape[2])
+            its_key, its_value = its_key[:, :, columns], its_value[:, :, columns]
+            scores = scores_of(query[:, :, rows], its_key, step)
+            weights = (scores - total[:, :, rows]).exp().to(value.dtype)
+            of_weights = gradient[:, :, rows] @ its_value.mT - shared[:, :, rows]
+            of_scores = weights * of_weights / query.shape[-1] ** 0.5
+            of_query[:, :, rows] += of_scores @ its_key
+            for transfer in transfers:
+                transfer.wait()
+            sums[0, :, :, columns] += of_scores.mT @ query[:, :, rows]
+            sums[1, :, :, columns] += weights.mT @ gradient[:, :, rows]
+            sums, transfers = send_on(sums)
+        for transfer in transfers:
+            transfer.wait()
+        return of_query, *sums
 
 
 def by_heads(x: torch.Tensor) -> torch.Tensor:
@@ -123,8 +168,8 @@ def by_positions(x: torch.Tensor) -> torch.Tensor:
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Causal attention to the whole window: (batch, head, position, head width)."""
-    if METHOD == "ring":
-        return through_ring(query, key, value)
+    if METHOD == "ring" and RANKS > 1:
+        return RingAttention.apply(query, key, value)
     elif METHOD == "ulysses":
         query, key, value = by_heads(query), by_heads(key), by_heads(value)
         places = whole_window(query.device)
