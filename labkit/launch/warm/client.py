@@ -560,6 +560,7 @@ _LABKIT = CLONE / "labkit"
 _VARIABLE = "PYTHONHASHSEED"
 _BUILDERS = ("set", "frozenset")
 _WITHOUT_ORDER = ("all", "any", "bool", "isinstance", "len", "max", "min", "sorted")  # what they return has none
+_LOADERS = ("__import__", "eval", "exec")  # of code that is not searched
 _METHODS = ("add", "clear", "discard", "isdisjoint", "issubset", "issuperset", "remove", "update")
 _COMPARISONS = (ast.In, ast.NotIn, ast.Eq, ast.NotEq)
 _VIEWS = ("keys", "items")  # of a dict: operators make sets of them
@@ -570,8 +571,9 @@ def dependence(scripts: Sequence[Path], folders: Sequence[str], environment: Map
     """The first place where a script, or a module of these folders that it imports, could depend on the seed, as a
     clause with file and line; empty if there is none, or if the environment gives all ranks the same seed.
 
-    Places are expressions that make a set whose order could matter, and calls of `hash`. It cannot matter where only
-    members are looked for, or all are counted or sorted. Sets of numbers have the same order everywhere. Files that
+    Places are expressions that make a set whose order could matter, mentions of `hash` and of the types of sets, and
+    code from elsewhere: a folder that is added to `sys.path`, or `exec`. The order cannot matter where only members are
+    looked for, or all are counted or sorted without a key. Sets of numbers have the same order everywhere. Files that
     cannot be read or parsed have no such place; installed packages are not searched.
     """
     if environment.get(_VARIABLE, "random") not in ("", "random"):
@@ -593,15 +595,47 @@ def dependence(scripts: Sequence[Path], folders: Sequence[str], environment: Map
 
 
 def _places(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    unordered = {id(node) for parent in ast.walk(tree) for node in _used_without_order(parent)}
-    functions = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    nodes = list(ast.walk(tree))
+    unordered = {id(node) for parent in nodes for node in _used_without_order(parent)}
+    functions = (node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
     named = [id(value) for scope in (tree, *functions) for value in _named_without_order(scope, unordered)]
     unordered.update(named)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hash":
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    views = {name for node in nodes for name in _named_views(node)}
+    for node in nodes:
+        if _mentions(node, "hash") or (isinstance(node, ast.Attribute) and node.attr in ("hash", "__hash__")):
             yield node.lineno, "hash()"
-        elif _is_set(node) and id(node) not in unordered:
+        elif _is_set(node, views) and id(node) not in unordered:
             yield node.lineno, "the order of a set"
+        elif _mentions(node, *_BUILDERS) and id(node) not in called | unordered:
+            yield node.lineno, "sets that other code makes"
+        elif _mentions(node, *_LOADERS) or (isinstance(node, ast.ImportFrom) and node.module == "builtins"):
+            yield node.lineno, "code that is not searched for the order of sets"
+        elif _adds_folder(node):
+            yield node.lineno, "modules of another folder, which are not searched for the order of sets"
+
+
+def _mentions(node: ast.AST, *names: str) -> bool:
+    return _is_read(node) and node.id in names
+
+
+def _adds_folder(node: ast.AST) -> TypeGuard[ast.expr]:
+    """Whether an expression changes `sys.path`."""
+    if isinstance(node, ast.Attribute) and node.attr in ("append", "extend", "insert"):
+        return _is_sys_path(node.value)
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+        return _is_sys_path(node.value)
+    return _is_sys_path(node) and isinstance(node.ctx, ast.Store)
+
+
+def _is_sys_path(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute) and node.attr == "path" and _mentions(node.value, "sys")
+
+
+def _named_views(node: ast.AST) -> Iterator[str]:
+    """The names to which an assignment gives a view of a dict."""
+    if isinstance(node, ast.Assign) and _is_view(node.value):
+        yield from (target.id for target in node.targets if isinstance(target, ast.Name))
 
 
 def _named_without_order(scope: ast.AST, unordered: Container[int]) -> Iterator[ast.expr]:
@@ -623,7 +657,13 @@ def _used_without_order(parent: ast.AST) -> list[ast.expr]:
     if isinstance(parent, ast.Compare) and all(isinstance(operator, _COMPARISONS) for operator in parent.ops):
         return [parent.left, *parent.comparators]
     if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and parent.func.id in _WITHOUT_ORDER:
-        return parent.args
+        by_key = any(keyword.arg == "key" for keyword in parent.keywords)  # those with equal keys keep their order
+        types = [*ast.walk(parent.args[-1])] if parent.func.id == "isinstance" and parent.args else []
+        return [] if by_key else [*parent.args, *(node for node in types if isinstance(node, ast.expr))]
+    if isinstance(parent, (ast.arg, ast.AnnAssign)) and parent.annotation is not None:
+        return [node for node in ast.walk(parent.annotation) if isinstance(node, ast.expr)]
+    if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)) and parent.returns is not None:
+        return [node for node in ast.walk(parent.returns) if isinstance(node, ast.expr)]
     if isinstance(parent, ast.Attribute) and parent.attr in _METHODS:
         return [parent.value]
     if isinstance(parent, (ast.If, ast.While)):
@@ -631,11 +671,12 @@ def _used_without_order(parent: ast.AST) -> list[ast.expr]:
     return []
 
 
-def _is_set(node: ast.AST) -> bool:
+def _is_set(node: ast.AST, views: Container[str]) -> TypeGuard[ast.expr]:
     if isinstance(node, ast.Set):
         return not all(isinstance(item, ast.Constant) and isinstance(item.value, (int, float)) for item in node.elts)
     if isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS):
-        return any(_is_view(operand) for operand in (node.left, node.right))
+        operands = (node.left, node.right)
+        return any(_is_view(operand) or (_is_read(operand) and operand.id in views) for operand in operands)
     is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     return isinstance(node, ast.SetComp) or (is_call and node.func.id in _BUILDERS)
 
