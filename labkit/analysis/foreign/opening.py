@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit.analysis.foreign import profiles
+from labkit.analysis.foreign import flight_recorder, profiles
 from labkit.analysis.foreign.chrome import Content, read_profile
 from labkit.analysis.foreign.page import ForeignError, Page
 from labkit.common.reading import open_regular
@@ -36,6 +36,13 @@ KINDS = (
         rb"traceEvents|deviceProperties|distributedInfo|schemaVersion",
         read_profile,
         profiles.explain,
+    ),
+    Kind(
+        "dumps of the flight recorder",
+        b"\x80",  # a pickle of protocol 2 or later
+        rb"entries|pg_config|pg_status|comm_lib_version|nccl_version",
+        flight_recorder.read_dump,
+        flight_recorder.explain,
     ),
 )
 

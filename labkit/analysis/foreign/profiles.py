@@ -487,9 +487,9 @@ def explain(profiles: Sequence[Profile]) -> Page:
     late = arrivals(analysed)
     time, found = kernels(analysed), collectives(analysed)
     tables = [_rank_table(analysed), _step_table(analysed[0]), _kernel_table(analysed, time)]
-    tables.append(_collective_table(found))
+    tables += [_collective_table(found), _group_table(analysed[0].profile)]
     if late is not None:
-        tables.append(_arrival_table(late))
+        tables.insert(0, _arrival_table(late))
     return Page(
         title=_title(analysed),
         findings=findings(analysed, late),
@@ -581,6 +581,11 @@ def _collective_table(found: Sequence[Collectives]) -> Table:
     ]
     heads = ("collective", "ranks", "count", "bytes each", "time", "bus bandwidth")
     return Table("Collectives by time, which includes waiting for other ranks", heads, tuple(rows[:_MOST_RANKS]))
+
+
+def _group_table(profile: Profile) -> Table:
+    rows = [(name, description or "–", str(ranks)) for name, description, ranks in profile.groups[:_MOST_RANKS]]
+    return Table("Process groups", ("group", "description", "ranks"), tuple(rows))
 
 
 def _arrival_table(late: Arrivals) -> Table:
