@@ -18,7 +18,7 @@ from labkit.analysis.foreign import opening
 from labkit.analysis.foreign.page import ForeignError, Page
 from labkit.analysis.foreign.pickles import NoPlainPickle, plain_pickle
 
-TENSOR = ("1", "tp")
+TENSOR, PIPELINE = ("1", "tp"), ("3", "pp")
 
 
 def page(*paths: Path) -> Page:
@@ -199,6 +199,42 @@ def test_the_cause_comes_before_what_waits_for_it(tmp_path):
         "rank 3 never called all_reduce #1 (train.py:40) of group 2 (pair)",
         "ranks 2, 3 never called all_reduce #2 (train.py:88) of group 0 (default_pg)",
     ]
+
+
+def test_a_missing_rank_comes_before_a_collective_in_different_states(tmp_path):
+    """Rank 1 has started #3, which the others have completed, and never called #5."""
+    entries = job(3, calls=5)
+    entries[1] = [call(1), call(2), call(3, state="started"), call(4, state="scheduled")]
+    found = page(written(tmp_path, entries))
+    assert [finding.title for finding in found.findings] == [
+        "rank 1 never called all_reduce #5 (train.py:88) of group 0 (default_pg)",
+        "all_reduce #3 (train.py:88) of group 0 (default_pg) is only started on rank 1",
+    ]
+
+
+def message(number: int, name: str, state: str = "started", sizes: tuple[int, ...] = (8,)) -> dict[str, Any]:
+    which = {"is_p2p": True, "p2p_seq_id": number, "collective_seq_id": 0, "process_group": PIPELINE, "pg_id": 3}
+    return call(number, name, state, sizes=[[*sizes]], line=70, **which)
+
+
+@pytest.mark.parametrize(
+    ("receiver", "title"),
+    [
+        ([], "rank 5 never called recv for send 0->1 #2 (train.py:70) of group 3 (pp)"),
+        ([message(2, "recv 1<-0")], None),
+        (
+            [message(2, "recv 1<-0", sizes=(9,))],
+            "rank 5 called send 0->1 #2 (train.py:70) of group 3 (pp) with another size",
+        ),
+    ],
+)
+def test_a_message_that_nobody_receives(receiver, title, tmp_path):
+    """Ranks 4 and 5 are stages 0 and 1; the first message was coalesced, and only the end of its group is completed."""
+    done = [message(1, "coalesced", "completed")]
+    groups = {PIPELINE: (4, 5)}
+    sender = [message(1, "send 0->1", "scheduled"), *done, message(2, "send 0->1")]
+    content = {4: dump(sender, groups), 5: dump([message(1, "recv 1<-0", "scheduled"), *done, *receiver], groups)}
+    assert [finding.title for finding in page(write(tmp_path, content)).findings] == [title] * (title is not None)
 
 
 @pytest.mark.parametrize(("state", "cause"), [("started", "a link, a network card"), ("scheduled", "earlier kernels")])

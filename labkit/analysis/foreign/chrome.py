@@ -310,7 +310,7 @@ class _Collector:
         self.gpu, self.cpu = array("d"), array("d")  # start, end, name, and correlation or thread, of one after another
         self.launches = array("d")  # correlation and start
         self.annotated: list[tuple[int, float, float]] = []
-        self.calls: list[tuple[Args, str, float, float, float]] = []
+        self.calls: list[Call] = []  # in microseconds, launched by the call with this correlation
         self.threads: dict[Any, int] = {}
         self.wrong = self.numbered = self.highest = 0
 
@@ -339,7 +339,7 @@ class _Collector:
         correlation = args.correlation if _is_time(args.correlation) else -1
         self.gpu.extend((start, end, self._name(name), correlation))
         if COLLECTIVE_KERNEL.match(name):
-            self.calls.append((args, name, start, end, correlation))
+            self.calls.append(_call(args, name, start, end, correlation))
 
     def _on_cpu(self, category: str, name: str, start: float, end: float, event: Event) -> None:
         self.numbered += 1
@@ -354,7 +354,7 @@ class _Collector:
             if step:
                 self.annotated.append((int(step[1]), start, end))
             elif call:
-                self.calls.append((_args(event), call[1], start, end, start))
+                self.calls.append(_call(_args(event), call[1], start, end, start))
 
     def _name(self, name: str) -> int:
         if len(self.names) >= _MOST_NAMES:
@@ -449,11 +449,12 @@ def _fill(profile: Profile, found: _Collector) -> None:
     profile.steps = sorted(
         (number, (start - first) * _MICROSECOND, (end - first) * _MICROSECOND) for number, start, end in found.annotated
     )
-    for args, name, start, end, launched in found.calls:
-        if len(gpu):
-            launched = float(_launched(np.array([launched]), launches)[0])
-        start, end, launched = ((moment - first) * _MICROSECOND for moment in (start, end, launched))
-        profile.calls.append(_call(args, name, start, end, launched))
+    launched = [call.launched for call in found.calls]
+    if len(gpu):
+        launched = _launched(np.array(launched), launches).tolist()
+    for call, moment in zip(found.calls, launched):
+        seconds = [(value - first) * _MICROSECOND for value in (call.start, call.end, moment)]
+        profile.calls.append(call._replace(start=seconds[0], end=seconds[1], launched=seconds[2]))
     profile.calls.sort(key=lambda call: call.start)
 
 

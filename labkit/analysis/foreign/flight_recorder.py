@@ -220,7 +220,7 @@ def _ranks(value: Any) -> tuple[int, ...]:
 
 # ---- calls that do not match
 
-Kind = Literal["missing", "operation", "size", "dtype", "state", "stuck", "undecided"]
+Kind = Literal["missing", "unmatched", "operation", "size", "dtype", "state", "stuck", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -273,17 +273,22 @@ def groups(dumps: Sequence[Dump]) -> list[Group]:
     return found
 
 
-def problem(group: Group, dumps: Mapping[int, Dump]) -> Problem | None:
-    """The first collective of the group that cannot complete, or that has not; None if all have completed."""
+_PENDING = ("state", "stuck", "undecided")  # they may follow from another problem
+
+
+def problems_of(group: Group, dumps: Mapping[int, Dump]) -> list[Problem]:
+    """The first collective of the group that cannot complete, and before it the first one that has not; empty if all
+    have completed."""
     numbers = sorted({number for calls in group.calls.values() for number in calls if number >= group.first})
-    pending = None
+    pending: list[Problem] = []
     for number in numbers:
         entries = {rank: calls[number] for rank, calls in sorted(group.calls.items()) if number in calls}
         found = _problem_of(group, number, entries, dumps)
-        if found is not None and found.kind not in ("stuck", "undecided"):
-            return found
-        pending = pending or found
-    return pending
+        if found is not None and found.kind not in _PENDING:
+            return [*(first for first in pending if first.kind == "state"), found]
+        if found is not None and found.kind not in [first.kind for first in pending]:
+            pending.append(found)
+    return pending[:1]
 
 
 def _problem_of(
@@ -381,6 +386,41 @@ _GATHERS = ("all_gather", "all_gather_base", "all_gather_into_tensor_coalesced")
 _SCATTERS = ("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced")
 
 
+_MESSAGE = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
+
+
+def unmatched(dumps: Mapping[int, Dump]) -> list[Problem]:
+    """Messages that wait for a peer which has not called the other side, or expects another size."""
+    waiting: dict[tuple[str, str, int, int], dict[str, list[Entry]]] = {}
+    for dump in dumps.values():
+        finished = {(entry.group, entry.number) for entry in dump.entries if entry.op == "coalesced" and entry.done}
+        for entry in dump.entries:
+            message = _MESSAGE.fullmatch(entry.op) if entry.p2p else None
+            if message and not entry.done and (entry.group, entry.number) not in finished:
+                members = dump.groups.get(entry.group, ())
+                ends = [members[end] if end < len(members) else end for end in (int(message[2]), int(message[3]))]
+                source, target = ends if message[1] == "send" else reversed(ends)
+                by_op = waiting.setdefault((entry.group, entry.description, source, target), {"send": [], "recv": []})
+                by_op[message[1]].append(entry)
+    found = []
+    for (group, description, source, target), by_op in waiting.items():
+        sends, receives = by_op["send"], by_op["recv"]
+        both = min(len(sends), len(receives))
+        caller, peer, calls = (source, target, sends) if len(sends) > both else (target, source, receives)
+        pair = (source, target)
+        wrong = next((pair for pair in zip(sends, receives) if pair[0].inputs != pair[1].outputs), None)
+        if wrong:
+            words = (
+                f"rank {source} sends {_in_words(wrong[0].inputs)}, rank {target} expects {_in_words(wrong[1].outputs)}"
+            )
+            entries = dict(zip(pair, wrong))
+            found.append(Problem("size", group, description, pair, wrong[0], (target,), entries, words))
+        elif len(calls) > both and peer in dumps:
+            entry = calls[both]
+            found.append(Problem("unmatched", group, description, pair, entry, (peer,), {caller: entry}))
+    return found
+
+
 def _elements(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
@@ -411,7 +451,9 @@ def _call(entry: Entry) -> str:
 
 def _missing(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
     ranks = _ranks_in_words(found.ranks, found.members)
-    first = found.ranks[0]
+    first, called = found.ranks[0], _call(found.entry)
+    if found.kind == "unmatched":
+        called = f"{'recv' if found.entry.op.startswith('send') else 'send'} for {called}"
     before = next(iter(dumps[first].entries[-1:]), None)
     elsewhere = before is not None and not before.done
     newest = f"; rank {first} called {_call(before)} of group {before.group} last, {before.state}" if before else ""
@@ -419,7 +461,7 @@ def _missing(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
     return Finding(
         name="missing_in_collective",
         kind="wrong",
-        title=f"{ranks} never called {_call(found.entry)} of {_group_in_words(found)}",
+        title=f"{ranks} never called {called} of {_group_in_words(found)}",
         evidence=f"{_ranks_in_words([*found.entries], found.members)} called it ({states}){newest}",
         cause=f"rank {first} waits in a collective of another group, which its peers call in a different order"
         if elsewhere
@@ -461,17 +503,23 @@ def _state(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
     by_state: dict[str, list[int]] = defaultdict(list)
     for rank, entry in found.entries.items():
         by_state[entry.state].append(rank)
-    words = "; ".join(f"{state} on {_ranks_in_words(ranks)}" for state, ranks in by_state.items())
-    late = by_state.get("scheduled") or list(found.ranks)
+    waits = "scheduled" in by_state
+    late = by_state["scheduled"] if waits else by_state.get("started", list(found.ranks))
+    ranks, state = _ranks_in_words(late), "scheduled" if waits else "started"
+    if waits:
+        cause = f"the GPU of {ranks} has not reached it: earlier kernels still run, or block"
+        fix = f"look at what the GPU of rank {late[0]} runs (nvidia-smi, cuda-gdb), such as another group's collective"
+    else:
+        cause = f"the transfer to {ranks} hangs although others completed it, or its dump was written earlier"
+        fix = f"look at the next collective of rank {late[0]}, and at its links (NCCL_DEBUG=INFO)"
     return Finding(
-        name="collective_not_started",
+        name="collective_in_different_states",
         kind="wrong",
-        title=f"{_call(found.entry)} of {_group_in_words(found)} is in different states: {words}",
-        evidence=f"all ranks that have a dump called it with the same sizes; it is {words}",
-        cause=f"a collective is scheduled until the GPU reaches it; earlier kernels of {_ranks_in_words(late)} still"
-        " run, or block",
-        fix=f"look at what the GPU of rank {late[0]} ran before (nvidia-smi, cuda-gdb), such as a collective of another"
-        " group on the same stream",
+        title=f"{_call(found.entry)} of {_group_in_words(found)} is only {state} on {ranks}",
+        evidence="; ".join(f"{name} on {_ranks_in_words(those)}" for name, those in by_state.items())
+        + "; all called it with the same sizes",
+        cause=cause,
+        fix=fix,
         ranks=tuple(late),
     )
 
@@ -508,7 +556,7 @@ def _undecided(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
 
 
 _WORDED: dict[str, Callable[[Problem, Mapping[int, Dump]], Finding]] = {
-    "missing": _missing,
+    **dict.fromkeys(("missing", "unmatched"), _missing),
     **dict.fromkeys(("operation", "size", "dtype"), _different),
     "state": _state,
     "stuck": _stuck,
@@ -516,13 +564,13 @@ _WORDED: dict[str, Callable[[Problem, Mapping[int, Dump]], Finding]] = {
 }
 
 
-def ordered(problems: Sequence[Problem], dumps: Mapping[int, Dump]) -> list[Problem]:
+def ordered(problems: Sequence[Problem]) -> list[Problem]:
     """The problem that causes the others first: one whose ranks do not wait in a collective themselves, then the one
     that was called first."""
-    waiting = {rank for found in problems for rank in found.entries if found.kind == "missing"}
+    waiting = {rank for found in problems for rank in found.entries if found.kind in ("missing", "unmatched")}
 
     def key(found: Problem) -> tuple[bool, bool, int]:
-        return found.kind in ("stuck", "undecided"), bool(waiting & set(found.ranks)), found.entry.created
+        return found.kind in _PENDING, bool(waiting & set(found.ranks)), found.entry.created
 
     return sorted(problems, key=key)
 
@@ -539,7 +587,8 @@ def explain(dumps: Sequence[Dump]) -> Page:
         by_rank.setdefault(dump.rank, dump)
     by_rank = dict(sorted(by_rank.items()))
     found = groups([*by_rank.values()])
-    problems = ordered([first for group in found if (first := problem(group, by_rank))], by_rank)
+    problems = [first for group in found for first in problems_of(group, by_rank)]
+    problems = ordered([*problems, *unmatched(by_rank)])
     members = sorted({rank for group in found for rank in group.members})
     version = next(iter(by_rank.values())).version
     title = f"{counted(len(by_rank), 'dump')} of the flight recorder · {_ranks_in_words([*by_rank], [*by_rank])}"
@@ -559,7 +608,7 @@ def _newest(calls: Mapping[int, Sequence[Entry]]) -> Entry:
 
 
 def _group_table(found: Sequence[Group], problems: Sequence[Problem]) -> Table:
-    first = {(problem.group, problem.members): problem for problem in problems}
+    first = {(problem.group, problem.members): problem for problem in reversed(problems)}
     rows = []
     for group in found[: 4 * _MOST_ROWS]:
         newest = [max(calls) for calls in group.calls.values()]
@@ -601,9 +650,6 @@ def _notes(
         yield "The ranks of a group are not recorded in all dumps; those that called its collectives count as members."
     if not any(entry.where for dump in by_rank.values() for entry in dump.entries):
         yield "No dump has stacks, so lines of the script are not known; JSON dumps never have them."
-    messages = sum(entry.p2p for dump in by_rank.values() for entry in dump.entries)
-    if messages:
-        yield f"{counted(messages, 'message')} between two ranks (send, recv) are not compared."
 
 
 def _figures(dumps: Mapping[int, Dump], found: Sequence[Group], problems: Sequence[Problem]) -> dict[str, Any]:

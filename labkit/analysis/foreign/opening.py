@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -63,10 +64,10 @@ def explain(paths: Iterable[Path]) -> list[Page]:
 def _files(paths: Iterable[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
-        if not path.is_dir():
+        if not os.path.isdir(path):  # noqa: PTH112 a name that is too long is no folder
             files.append(path)
             continue
-        within = [file for file in sorted(path.iterdir()) if file.is_file() and _is_known(file)]
+        within = [file for file in sorted(_opened(path, lambda path: [*path.iterdir()])) if _is_known(file)]
         if not within:
             raise ForeignError(f"{path} has no file that can be explained; it reads {_known()}")
         files += within

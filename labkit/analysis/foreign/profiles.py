@@ -518,7 +518,7 @@ def _share(seconds: float, span: float) -> str:
     return f"{seconds / span:.0%}" if span else "–"
 
 
-_BREAKDOWN_HEADS = ("computation", "communication", "exposed", "copies", "idle", "launch-bound")
+_BREAKDOWN_HEADS = ("compute", "communication", "exposed", "copies", "idle", "launch-bound")
 
 
 def _breakdown_cells(total: Breakdown, count: int) -> tuple[str, ...]:
@@ -544,7 +544,7 @@ def _kernel_table(analysed: Sequence[Analysed], time: Sequence[Kernel]) -> Table
     total = sum(kernel.seconds for kernel in time)
     rows = [
         (
-            shorter(_short(kernel.name), 40),
+            shorter(_short(kernel.name), 44),
             f"{kernel.count:,}",
             milliseconds(kernel.seconds),
             _share(kernel.seconds, total),
@@ -557,14 +557,18 @@ def _kernel_table(analysed: Sequence[Analysed], time: Sequence[Kernel]) -> Table
 
 
 _TEMPLATE = re.compile(r"<[^<>]*>")
+_DETAIL = re.compile(r"cutlass_\w+|\w*Functor\w*|\w+_kernel_cuda\b")
 
 
 def _short(name: str) -> str:
-    """The name of a kernel without the arguments of its function and templates."""
+    """The name of a kernel without namespaces and the arguments of its function and templates, but with the argument
+    that says what it computes."""
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     while (without := _TEMPLATE.sub("", plain)) != plain:
         plain = without
-    return plain.partition("(")[0].partition("<")[0]
+    plain = plain.partition("(")[0].partition("<")[0]
+    detail = _DETAIL.search(name, len(plain))
+    return plain.rpartition("::")[2] + (f" ({detail[0]})" if detail else "")
 
 
 def _collective_table(found: Sequence[Collectives]) -> Table:
