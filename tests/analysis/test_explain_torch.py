@@ -44,7 +44,7 @@ def test_files_of_the_installed_torch(tmp_path):
     assert "aten::mm" in [kernel["name"] for kernel in profile.figures["kernels"]]
     (row,) = profile.figures["collectives"]
     assert (row["operation"], row["count"], row["bytes"]) == ("all_reduce", 2, 2 * 64 * 64 * 4)
-    for name, line in (("dump_0", "train.py:14"), ("dump_0.json", "–")):
+    for name, line in (("dump_0", "train.py:13"), ("dump_0.json", "–")):
         (dump,) = labkit.explain(tmp_path / name).pages
         assert dump.figures["ranks"][0]["entries"] == 4
         assert dump.tables[1].rows == (("0", "all_reduce #4", "group 0", "completed", line),)

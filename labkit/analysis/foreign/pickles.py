@@ -23,6 +23,7 @@ _TEXTS = {opcode: struct.Struct(form) for opcode, form in ((140, "<B"), (88, "<I
 _LONG = struct.Struct("<I")
 _SKIPPED = {0x80: 1, 149: 8}  # protocol, frame: bytes that follow
 _SHORT_TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
+_KEYS = {str, int, float, bool, type(None)}
 _CALLS = {ord(code) for code in "cRiobP"} | {0x81, 0x92, 0x93, ord("Q"), 0x82, 0x83, 0x84}
 
 
@@ -131,7 +132,7 @@ def _since(marks: list[int], stack: list[Any]) -> list[Any]:
 
 def _set(target: Any, items: list[Any]) -> None:
     found, keys = _of(dict, target), items[::2]
-    if len(items) % 2 or not all(isinstance(key, (str, int, float, type(None))) for key in keys):
+    if len(items) % 2 or not _KEYS.issuperset(map(type, keys)):
         raise NoPlainPickle("it has a dict whose keys are no texts or numbers")
     found.update(zip(keys, items[1::2]))
 
