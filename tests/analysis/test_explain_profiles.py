@@ -163,6 +163,7 @@ def test_the_rank_that_arrives_last_is_found_although_its_clock_is_wrong(tmp_pat
     found = explain(profiles)
     assert found.findings[0].title == "rank 1 arrives last in 4 of 4 collectives; the others wait for it"
     assert "0.3 ms per step" in found.findings[0].evidence
+    assert json.loads(json.dumps(found.figures))["arrivals"]["last"] == {"0": 0, "1": 4}
 
 
 def test_collectives_that_differ_are_not_matched(tmp_path):

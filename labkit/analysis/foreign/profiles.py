@@ -308,7 +308,7 @@ def arrivals(analysed: Sequence[Analysed]) -> Arrivals | None:
     ahead = {rank: 0.0 for rank, host in hosts.items() if rank == first or (host and host == hosts[first])}
     while linked := _linked(matched, ahead, base):
         ahead |= linked
-    last: Counter[int] = Counter(dict.fromkeys(ahead, 0))
+    last = dict.fromkeys(ahead, 0)
     waited = dict.fromkeys(ahead, 0.0)
     for calls in matched:
         if ahead.keys() < calls.keys():
