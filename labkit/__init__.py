@@ -21,6 +21,7 @@ _HOMES = {  # no function may have the name of a subpackage: importing the subpa
     "compare": "labkit.api",
     "diff_scripts": "labkit.figures.code",
     "excerpt": "labkit.figures.code",
+    "explain": "labkit.api",
     "guess": "labkit.runs.guesses",
     "my_progress": "labkit.course.exercises",
     "on_trial": "labkit.course.claims",

@@ -1,5 +1,5 @@
-"""The Python API besides `run` (labkit.runs.handle): advice, published runs, predicting, comparing strategies, and
-displaying runs.
+"""The Python API besides `run` (labkit.runs.handle): advice, published runs, predicting, comparing strategies,
+explaining files, and displaying runs.
 
 The front end (notebook or terminal) is imported by the call that displays something.
 """
@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
+from labkit.analysis.foreign.opening import explain as pages_of
 from labkit.analysis.guess import FIGURES
 from labkit.common.arguments import check_flag, check_path, check_type
 from labkit.figures.advice import Advised
 from labkit.figures.atlas import Atlas
 from labkit.figures.estimated import Comparison, Estimated
+from labkit.figures.explained import Explained
 from labkit.figures.prediction import Prediction
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import HERE, device
@@ -85,6 +87,18 @@ def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: An
     """
     check_flag("cold", cold)
     return Comparing(*plan(strategies, **fields), cold=cold, show=show).start()
+
+
+def explain(*paths: str | os.PathLike[str]) -> Explained:
+    """What files of a job say that ran anywhere: traces of torch's profiler and dumps of its flight recorder, one file
+    per rank.
+
+    A folder stands for the files in it that can be explained. Nothing in a file is executed. Raises `ForeignError` (a
+    `ValueError`) with one sentence for a file that cannot be read, `TypeError` for a value that is no path.
+    """
+    if not paths:
+        raise ValueError("explain needs the path of a file or folder, such as explain('traces/')")
+    return Explained(pages_of(Path(check_path("path", path)) for path in paths))
 
 
 def predict(what: str | Spec, *, machine: str | None = None, **fields: Any) -> Prediction:

@@ -26,6 +26,9 @@ outcome in numbers and sentences.
 `analysis/diagnose/finding.py` words each fix for the script that ran: as an option if a strategy ran, as a line of
 PyTorch otherwise.
 
+`analysis/foreign/` reads files of jobs that ran without the lab (traces of torch's profiler, dumps of its flight
+recorder) and says what happened there.
+
 `analysis/comparison.py` has the rows of a comparison, live or recorded, for every front end. `plan` in
 `runs/comparing.py` settles all Specs before the first run starts (the same global batch, seed and order of samples;
 `single` first), and `Comparing` runs them one after another. `analysis/equivalence.py` assembles the shards that the

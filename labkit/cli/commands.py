@@ -24,6 +24,7 @@ COMMANDS = {
         runs.compare,
         pages.diff,
         project.doctor,
+        pages.explain,
         runs.gather,
         pages.glossary,
         pages.handout,

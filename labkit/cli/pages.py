@@ -1,4 +1,5 @@
-"""The commands that print or write text: predict, script, diff, handout, notebook, advise and glossary."""
+"""The commands that print or write text: predict, script, diff, handout, notebook, advise, atlas, explain and
+glossary."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from labkit.common.files import write_atomically
 from labkit.course import glossary as terms
 from labkit.figures.advice import Advised
 from labkit.frontends.console import Console
-from labkit.frontends.terminal import advice_tables, atlas_table, estimate_tables, prediction_table, scaling_tables
+from labkit.frontends.terminal import (
+    advice_tables,
+    atlas_table,
+    estimate_tables,
+    explanation,
+    prediction_table,
+    scaling_tables,
+)
 from labkit.plan.spec import SpecError
 from labkit.prediction.scale.asked import WHOLE
 from labkit.prediction.tracer import TraceFailed
@@ -102,6 +110,26 @@ def _write(path: Path, page: str, args: argparse.Namespace) -> None:
     except OSError as error:
         raise Refused(f"{path} cannot be written: {error.strerror}") from None
     say(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+# ---- the command explain
+
+
+def explain(args: argparse.Namespace) -> int:
+    """Prints what files of a job say that ran anywhere."""
+    from labkit.api import explain as explained
+
+    with Progress() as progress:
+        progress.step("reading the files")
+        try:
+            found = explained(*args.paths)
+        except ValueError as error:
+            raise Refused(str(error), code=1) from None
+    if args.json:
+        print(json.dumps(found.to_json()))
+    else:
+        console(args, WIDE).print(explanation(found))
+    return 0
 
 
 # ---- the command glossary

@@ -201,6 +201,17 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
 
     _add_advise(commands)
     _add_atlas(commands)
+
+    explain = commands.add(
+        "explain", "say what happened in a job that ran anywhere, from the files that torch wrote there", json=True
+    )
+    explain.add_argument(
+        "paths",
+        metavar="PATH",
+        nargs="+",
+        help="traces of torch.profiler or dumps of the flight recorder, one per rank, or their folder",
+    )
+
     add_jobs(commands.add, _add_fields, _number)
 
     script = commands.add("script", "print the script that a strategy runs")
@@ -425,8 +436,8 @@ _EXTRAS = {
     "bench": _DEVELOPMENT,
 } | dict.fromkeys(
     (
-        *("advise", "atlas", "capture", "clean", "diff", "gather", "glossary", "logs", "progress", "replay", "runs"),
-        *("schema", "script", "show", "stop", "trace", "unpack"),
+        *("advise", "atlas", "capture", "clean", "diff", "explain", "gather", "glossary", "logs", "progress", "replay"),
+        *("runs", "schema", "script", "show", "stop", "trace", "unpack"),
     ),
     (TEXT_ONLY,),
 )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from labkit.analysis.theory.collectives import bus_factor
 from labkit.common.arguments import Number, check_choice
 
 Source = Literal["measured", "modelled"]
@@ -70,16 +71,6 @@ class CommunicationModel(ABC):
 def known(operation: str) -> str:
     """The name in `OPERATIONS` under which an operation is measured and modelled; `ValueError` for an unknown one."""
     return check_choice("operation", _SAME.get(operation, operation), OPERATIONS)
-
-
-def bus_factor(operation: str, ranks: int) -> float:
-    """Bytes that each link must carry at least, per byte of `size`: bus bandwidth = this × size / seconds.
-
-    As nccl-tests defines it (doc/PERFORMANCE.md).
-    """
-    if operation == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    return 1.0 if operation in ("broadcast", "send") else (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)

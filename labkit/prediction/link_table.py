@@ -19,8 +19,9 @@ from typing import Annotated, Any, TypeAlias
 from msgspec import Meta, Struct, to_builtins
 
 from labkit.analysis.metrics import median
+from labkit.analysis.theory.collectives import bus_factor
 from labkit.common.files import user_cache, write_atomically
-from labkit.prediction.collectives import ALGORITHMS, CommunicationModel, Duration, bus_factor
+from labkit.prediction.collectives import ALGORITHMS, CommunicationModel, Duration
 from labkit.record.documents import decoded
 from labkit.record.events import parse
 from labkit.record.files import read_below

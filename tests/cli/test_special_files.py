@@ -33,6 +33,7 @@ COMMANDS = [
     *("logs {path}", "stop {path}", "trace {path}", "replay {path}", "capture {path}", "compare {path}"),
     *("gather {path} {path} -o new", "handout {path}", "handout {path}.py", "handout {path}.ipynb", "notebook {path}"),
     *("notebook {path}.py", "notebook {path}.ipynb", "handout lab.py --recorded {path}", "advise --config {path}"),
+    *("explain {path}", "explain {path}.json --json"),
     *("submit {path}.py --engine kubeflow", "handout {run} -o {path}/page.html", "bench --only x --results {path}"),
 ]
 

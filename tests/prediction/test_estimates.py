@@ -9,8 +9,8 @@ import pytest
 from decoders import GPT2, GPT3, LLAMA, LLAMA3, gpt, of
 
 from labkit.analysis.theory import states, theory
+from labkit.analysis.theory.collectives import bus_factor
 from labkit.plan.spec import Spec
-from labkit.prediction.collectives import bus_factor
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.predict import predict
 from labkit.prediction.scale.asked import training

@@ -11,8 +11,8 @@ from linked import MACHINE, table
 from linked import cache as cache
 from msgspec.structs import replace
 
-from labkit.analysis.theory.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from labkit.prediction.collectives import ALGORITHMS, OPERATIONS, bus_factor
+from labkit.analysis.theory.collectives import all_gather, all_reduce, all_to_all, bus_factor, reduce_scatter
+from labkit.prediction.collectives import ALGORITHMS, OPERATIONS
 from labkit.prediction.devices import DEVICES, HERE, device
 from labkit.prediction.link_table import Measured, measured, store, stored, summary
 from labkit.prediction.links import Modelled, communication

@@ -40,6 +40,7 @@ def test_public_names_are_exact():
         "compare",
         "diff_scripts",
         "excerpt",
+        "explain",
         "guess",
         "my_progress",
         "on_trial",

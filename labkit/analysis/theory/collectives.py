@@ -251,3 +251,17 @@ def plans(n: int) -> Iterator[Plan]:
     for make, table in ((broadcast, BROADCASTS), (reduce, REDUCES), (all_reduce, ALL_REDUCES)):
         yield from (make(n, by) for by in table)
     yield from (make(n) for make in (all_gather, reduce_scatter, all_to_all))
+
+
+# ---- what the links of any algorithm carry
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """Bytes that each link must carry at least, per byte of the message: bus bandwidth = this × size / seconds.
+
+    The message is the whole tensor of an all-gather (output), reduce-scatter (input) or all-to-all (input of a rank),
+    and the tensor of a rank for the other operations. As nccl-tests defines it (doc/PERFORMANCE.md).
+    """
+    if operation == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return 1.0 if operation in ("broadcast", "reduce", "send", "recv") else (ranks - 1) / ranks

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from labkit.analysis.theory.collectives import bus_factor
 from labkit.course.exercises import Exercise, Wrong, require_function, require_number, result_of
 from labkit.course.exercises.published import pick_a_layout
-from labkit.prediction.collectives import bus_factor
 
 _CASES = ((1e9, 0.01, 8), (25e6, 0.004, 2), (1e6, 1e-4, 64))  # bytes, seconds, ranks
 

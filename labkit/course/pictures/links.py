@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from labkit.analysis.theory.collectives import bus_factor
 from labkit.common.arguments import check_choice
 from labkit.common.units import counted, size
 from labkit.course.pictures.canvas import checked, wide_layout
 from labkit.figures import rank_colour
 from labkit.figures.as_plotly import as_figure
 from labkit.figures.colours import GRID, INK
-from labkit.prediction.collectives import ALGORITHMS, bus_factor
+from labkit.prediction.collectives import ALGORITHMS
 from labkit.prediction.collectives import known as operation_known
 from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE, DEVICES
 from labkit.prediction.links import Modelled

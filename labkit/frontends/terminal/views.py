@@ -37,6 +37,7 @@ from labkit.figures.atlas import HEADS as ATLAS_HEADS
 from labkit.figures.colours import PHASES as PHASE_COLOURS
 from labkit.figures.colours import rank_colour
 from labkit.figures.estimated import Comparison, Estimated
+from labkit.figures.explained import NO_FINDINGS, Explained
 from labkit.figures.prediction import Prediction
 from labkit.figures.profiled import timeline
 from labkit.frontends.console import Console
@@ -214,6 +215,18 @@ def scaling_tables(found: Scaled) -> RenderableType:
     """Weak and strong scaling."""
     tables = [part for heads, rows in found.tables() for part in (Text(""), _figures(heads, rows))]
     return Group(Text(visible_line(found.title)), *tables)
+
+
+def explanation(found: Explained) -> RenderableType:
+    """What some files are, what happened, tables, and what cannot be told."""
+    parts: list[RenderableType] = []
+    for page in found.pages:
+        parts.append(Text(visible_line(page.title), style="bold"))
+        parts += [_finding_text(finding) for finding in page.findings] or [Text(f"\n{NO_FINDINGS}")]
+        for table in page.tables:
+            parts += [Text(f"\n{visible_line(table.title)}", style="bold"), _figures(table.heads, table.rows)]
+        parts += [Text("")] + [Text(visible_line(note), style="dim") for note in page.notes]
+    return Group(*parts)
 
 
 def _figures(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> FigureTable:
@@ -409,14 +422,18 @@ def _startup(state: RunState, rows: int) -> RenderableType:
     return table
 
 
-def _finding(finding: Finding, folder: RunFolder) -> RenderableType:
+def _finding_text(finding: Finding) -> Text:
     style = "bold red" if finding.kind == "wrong" else "yellow"
-    text = Text.assemble(
+    return Text.assemble(
         ("\n", ""),
         (visible_line(finding.title), style),
         (f"\n  Evidence: {visible_line(finding.evidence)}", style),
         f"\n  Cause: {visible_line(finding.cause)}\n  Fix: {visible_line(finding.fix)}",
     )
+
+
+def _finding(finding: Finding, folder: RunFolder) -> RenderableType:
+    text = _finding_text(finding)
     log = folder.log_of(finding.ranks[0], "stderr") if finding.ranks else None
     if log:
         path = log.relative_to(Path.cwd()) if log.is_relative_to(Path.cwd()) else log

@@ -1,0 +1,118 @@
+"""From paths to pages: finds out by its content what a file is, and explains the files of one kind together."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labkit.analysis.foreign import flight_recorder, profiles
+from labkit.analysis.foreign.chrome import Content, read_profile
+from labkit.analysis.foreign.page import ForeignError, Page
+from labkit.common.reading import open_regular
+
+_HEAD = 1 << 16  # bytes in which a file says what it is
+_MOST_FILES = 16_384
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of files: bytes that its files begin with, a key that their JSON has near its beginning, how to read
+    one, and how to explain all of them."""
+
+    name: str
+    magic: bytes
+    key: bytes
+    read: Callable[[Path], Any]
+    explain: Callable[[Sequence[Any]], Page]
+
+
+KINDS = (
+    Kind(
+        "traces of torch.profiler",
+        b'{"traceEvents"',
+        rb"traceEvents|deviceProperties|distributedInfo|schemaVersion",
+        read_profile,
+        profiles.explain,
+    ),
+    Kind(
+        "dumps of the flight recorder",
+        b"\x80",  # a pickle of protocol 2 or later
+        rb"entries|pg_config|pg_status|comm_lib_version|nccl_version",
+        flight_recorder.read_dump,
+        flight_recorder.explain,
+    ),
+)
+
+
+def explain(paths: Iterable[Path]) -> list[Page]:
+    """One page for the files of each kind; a folder stands for the files in it that are of a known kind.
+
+    Raises `ForeignError` with one sentence if there is no such file or one cannot be read.
+    """
+    by_kind: dict[str, list[Any]] = {}
+    kinds = {kind.name: kind for kind in KINDS}
+    for path in _files(paths):
+        kind = _kind(path)
+        by_kind.setdefault(kind.name, []).append(_opened(path, kind.read))
+    return [kinds[name].explain(files) for name, files in by_kind.items()]
+
+
+def _files(paths: Iterable[Path]) -> list[Path]:
+    files: list[Path] = []
+    for path in paths:
+        if not os.path.isdir(path):  # noqa: PTH112 a name that is too long is no folder
+            files.append(path)
+            continue
+        within = [file for file in sorted(_opened(path, lambda path: [*path.iterdir()])) if _is_known(file)]
+        if not within:
+            raise ForeignError(f"{path} has no file that can be explained; it reads {_known()}")
+        files += within
+    if len(files) > _MOST_FILES:
+        raise ForeignError(f"{len(files):,} files are more than {_MOST_FILES:,}; name those of one job")
+    return list(dict.fromkeys(files))
+
+
+def _is_known(path: Path) -> bool:
+    try:
+        _kind(path)
+    except ForeignError:
+        return False
+    return True
+
+
+def _kind(path: Path) -> Kind:
+    """What a file is. Raises `ForeignError` if it is nothing that is known."""
+    head = _opened(path, _head)
+    keys: list[tuple[int, Kind]] = []
+    for kind in KINDS:
+        if head.startswith(kind.magic):
+            return kind
+        key = re.search(rb'"(?:' + kind.key + rb')"\s*:', head)
+        if key and head.lstrip().startswith(b"{"):
+            keys.append((key.start(), kind))
+    if not keys:
+        raise ForeignError(f"{path} is nothing that can be explained; name {_known()}")
+    return min(keys, key=lambda pair: pair[0])[1]
+
+
+def _head(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return Content(file, path).read(_HEAD)
+
+
+def _opened(path: Path, read: Callable[[Path], Any]) -> Any:
+    try:
+        return read(path)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ForeignError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise ForeignError(f"{path} cannot be read: {reason}") from None
+
+
+def _known() -> str:
+    return " or ".join(kind.name for kind in KINDS)
