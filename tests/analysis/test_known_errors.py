@@ -52,7 +52,7 @@ def test_a_real_message_gets_cause_and_fix(case, forks, tmp_path):
     state = fold(spec(), start(0, 1), *errors, status("failed"))
     found = first(state, ROW.get(case, case))
     assert found.kind == "wrong" and found.cause and found.fix and found.ranks[0] in said
-    assert names(state) == [found.name, "first_failure"]
+    assert names(state) == [found.name]
 
 
 def raised(folder: Path, rank: int) -> bool:
@@ -76,7 +76,7 @@ def test_the_consequence_of_an_error_is_no_finding_of_its_own(follows):
         "barrier_not_reached": "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 1000 ms",
     }[follows.name]
     alone = fold(spec(), start(0, 1), error(0, message), status("failed"))
-    assert names(alone) == [follows.name, "first_failure"]
+    assert names(alone) == [follows.name]
     after = fold(
         spec(), start(0, 1), error(1, "bad sample", "ValueError"), error(0, message, t=501.0), status("failed")
     )
@@ -88,7 +88,7 @@ def test_the_error_of_the_rank_that_failed_first_counts():
     own = "'weight' must be 2-D"
     later = error(0, "Expected to mark a variable ready only once.", t=501.0)
     state = fold(spec(), start(0, 1), error(1, own), later, status("failed"))
-    assert first(state, "flat_parameter").ranks == (1,)
+    assert first(state, "flat_parameter").ranks == (1, 0)
 
 
 def test_the_evidence_is_the_line_that_says_it():
@@ -102,5 +102,5 @@ def test_the_evidence_is_the_line_that_says_it():
 def test_an_error_in_the_first_backward_is_one_finding():
     error_of_both = [error(rank, "Expected to mark a variable ready only once.", t=500.0 + rank) for rank in (0, 1)]
     seen = [saw(rank, "gradients", backwards=1) for rank in (0, 1)]
-    assert names(fold(spec(), start(0, 1), seen, error_of_both, status("failed"))) == ["marked_twice", "first_failure"]
+    assert names(fold(spec(), start(0, 1), seen, error_of_both, status("failed"))) == ["marked_twice"]
     assert names(fold(spec(), start(0, 1), seen, end(0), end(1), status("finished")))[0] == "trains_elsewhere"

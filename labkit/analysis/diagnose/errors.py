@@ -35,13 +35,15 @@ def known_error(state: RunState) -> Iterator[Finding]:
     for rank, text in texts(state):
         known = next((known for known in KNOWN_ERRORS if _says(state, known, rank, text)), None)
         if known is not None:
-            ranks = (rank,) if rank is not None else () if failure is None else (failure.rank,)
-            title = (
-                "".join(f"rank {number}: " for number in ranks)
-                + known.title
-                + "".join(_raised_at(state, number) for number in ranks)
-            )
-            yield Finding(known.name, "wrong", title, _evidence(known, text), known.cause, known.fix, ranks)
+            if failure is not None and rank in (None, failure.rank):
+                raised, ranks = failure.alike, _involved(failure)
+            else:
+                raised = [] if rank is None else [rank]
+                ranks = tuple(raised)
+            whose = f"{ranks_in_words(raised, state.world_size)}: " if raised else ""
+            where = _raised_at(state, ranks[0]) if ranks else ""
+            evidence = _evidence(known, text)
+            yield Finding(known.name, "wrong", f"{whose}{known.title}{where}", evidence, known.cause, known.fix, ranks)
             return
 
 
@@ -168,20 +170,16 @@ def _what_fits(state: RunState, rank: RankState | None, asked: float, held: Mapp
 
 def first_failure(state: RunState) -> Iterator[Finding]:
     """The rank that failed first, or those that failed in the same way, and the ranks that were terminated with
-    them."""
+    them; nothing if another finding explains this failure."""
     failure = state.failure
-    if failure is None:
+    if failure is None or _is_explained(state, failure):
         return
     says = f"{failure.type}: {failure.message}" if failure.message else failure.type
     where = _where(failure)
     several = len(failure.alike) > 1
     those = ranks_in_words(failure.alike, state.world_size)
-    if several:
-        how = "in the same way"
-    elif failure.left:
-        how = f"because {ranks_in_words(failure.left)} had already ended"
-    else:
-        how = "first" if state.world_size > 1 and not _lost_a_peer(state, failure) else ""
+    alone = state.world_size == 1 or _lost_a_peer(state, failure)
+    how = "in the same way" if several else "" if alone else "first"
     title = " ".join(filter(None, (those, "failed", how))) + f": {shorter(says, 120)}{where}"
     if failure.collateral:
         verb = "was" if len(failure.collateral) == 1 else "were"
@@ -195,11 +193,16 @@ def first_failure(state: RunState) -> Iterator[Finding]:
         title=title,
         evidence=shorter(says) + where,
         cause=_cause(state, failure),
-        fix=("follow the fix above; the whole message is at" if any(known_error(state)) else "read")
-        + f" the end of the stderr of rank {failure.rank}"
+        fix=f"read the end of the stderr of rank {failure.rank}"
         + ("; the errors of the other ranks follow from it" if failure.collateral else ""),
         ranks=_involved(failure),
     )
+
+
+def _is_explained(state: RunState, failure: Failure) -> bool:
+    """Whether the failure is an error that is known, memory that ran out, or follows from a rank that left."""
+    known = next(known_error(state), None)
+    return bool(failure.left) or (known is not None and failure.rank in known.ranks) or any(out_of_memory(state))
 
 
 def _where(failure: Failure) -> str:
@@ -220,15 +223,11 @@ def _lost_a_peer(state: RunState, failure: Failure) -> bool:
 
 
 def _cause(state: RunState, failure: Failure) -> str:
-    if failure.left:
-        return "a rank that has exited closes its connections, so the next collective with it fails"
     others = [number for number in range(state.world_size) if number not in state.ranks]
     if others and state.expected < state.world_size and PEER_GONE.search(f"{failure.type}: {failure.message}"):
         return f"a rank of another node is gone, {ranks_in_words(others)}{on_hosts(state, others)}; read its run folder"
     if _lost_a_peer(state, failure):
         return "another rank is gone; torchrun reports which one, and why, when the run ends"
-    if failure.type == "SIGKILL" and state.status.oom_kills:
-        return "the kernel killed the process because memory ran out"
     injected = FAULTS.get(state.spec.fault or "")
     if failure.type == "SIGKILL" and injected and injected.finding == "first_failure":
         return f"the injected fault: {injected.title[0].lower()}{injected.title[1:]} in the script itself (fault_step)"
