@@ -67,22 +67,26 @@ def newest(state: RunState) -> int | None:
     return max(common or set().union(*those), default=None)
 
 
-def aligned(found: Mapping[int, Timeline], ahead: Mapping[int, float] | None = None) -> tuple[dict[int, float], bool]:
-    """Seconds by which each rank's step starts after the earliest, and whether clocks had to be corrected further than
-    by the seconds that the clocks of some ranks are `ahead`."""
+_NOT_IN_STEP = "not in step, and without a common collective: each rank from its own start"
+
+
+def aligned(found: Mapping[int, Timeline], ahead: Mapping[int, float] | None = None) -> tuple[dict[int, float], str]:
+    """Seconds by which each rank's step starts after the earliest, and how they were found if not by the clocks, of
+    which some are these seconds `ahead`: in words, empty otherwise."""
     found = {rank: replace(step, t0=step.t0 - (ahead or {}).get(rank, 0.0)) for rank, step in found.items()}
     first = next(iter(found))
     ends, starts = ({rank: moments(timeline, which) for rank, timeline in found.items()} for which in ("end", "start"))
-    begins, moved = {}, False
+    begins, how = {}, ""
     for rank, timeline in found.items():
         common = ends[first].keys() & ends[rank].keys()
         wrong = any(ends[rank][key] < starts[first][key] or ends[first][key] < starts[rank][key] for key in common)
         wrong |= abs(timeline.t0 - found[first].t0) > max(timeline.seconds, found[first].seconds)
         late = median(ends[rank][key] - ends[first][key] for key in common) if common else timeline.t0 - found[first].t0
         begins[rank] = timeline.t0 - (late if wrong else 0.0)
-        moved |= wrong
+        if wrong:
+            how = "clocks disagree: aligned by common collectives" if common else how or _NOT_IN_STEP
     earliest = min(begins.values())
-    return {rank: begin - earliest for rank, begin in begins.items()}, moved
+    return {rank: begin - earliest for rank, begin in begins.items()}, how
 
 
 def resident(state: RunState) -> dict[int, float]:

@@ -62,10 +62,12 @@ def find_followed(name: str) -> RunFolder:
 
 @contextmanager
 def interrupts() -> Iterator[threading.Event]:
-    """Within this context, Ctrl-C sets the event instead of raising `KeyboardInterrupt`."""
+    """Within this context, Ctrl-C and SIGTERM set the event instead of ending the process."""
     interrupted = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    ends = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda *_: interrupted.set()) for number in ends}
     try:
         yield interrupted
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -37,7 +37,7 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
     predicted = predicted_steps(state)
     if not found and not predicted:
         return Chart("timeline", "Timeline of a step", Axis("ms", end=1.0), Axis("", categories=("",)), note=_NONE)
-    shifts, moved = aligned(found, ahead(state)) if found else ({}, False)
+    shifts, how = aligned(found, ahead(state)) if found else ({}, "")
     drawn = [
         (rank, kind, one, shifts.get(rank, 0.0) if steps is found else 0.0)
         for rank in sorted({**predicted, **found})
@@ -67,7 +67,7 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
     missing = state.world_size - len(found) if found else 0
     notes = [_overlap_in_words(found)] if found else []
     notes += ["predicted: simulated"] if predicted else []
-    notes += [*(["clocks disagree: aligned by common collectives"] if moved else [])]
+    notes += [how] if how else []
     notes += [
         f"clock of {host} corrected by {_ms(-clock.seconds):+.2f} ± {_ms(clock.uncertainty):.2f} ms"
         for host, clock in clocks(state).items()

@@ -195,7 +195,25 @@ def test_script_that_raises_fails_with_its_first_failure(tmp_path):
     assert "rank 1 failed first" in done.stdout
 
 
-def test_ctrl_c_stops_the_run_and_nothing_else(runs, tmp_path):
+def test_a_hang_is_said_while_it_lasts_also_without_a_terminal(runs, tmp_path):
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import os, time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "if os.environ['RANK'] == '1':\n    time.sleep(600)\ndist.all_reduce(torch.ones(1))\n"
+    )
+    command = [*LABKIT, "run", str(script), "--nproc", "2", "--device", "cpu", "--hang-after", "3"]
+    with subprocess.Popen(command, cwd=CLONE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            said = next(line for line in process.stdout if "hangs.py:5" in line)
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert "rank 0" in said and process.returncode == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_run_and_nothing_else(number, runs, tmp_path):
     script = tmp_path / "forever.py"
     script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
     with subprocess.Popen(
@@ -204,7 +222,7 @@ def test_ctrl_c_stops_the_run_and_nothing_else(runs, tmp_path):
         try:
             wait_until(lambda: any("here" in Path(log).read_text() for log in runs.glob("*/logs/*/*/*/stdout.log")))
             asked = time.monotonic()
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             out, _ = process.communicate(timeout=30)
         finally:
             process.kill()

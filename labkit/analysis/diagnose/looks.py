@@ -581,7 +581,8 @@ def same_random(state: RunState) -> Iterator[Finding]:
             evidence=f"the states of {name}'s generator were equal in all {len(known)} observed steps, before and "
             "after numbers were drawn for samples that differ between the ranks",
             cause="every rank has set the same seed, so noise, dropout and augmentation are the same on all ranks",
-            fix="seed with the rank once the model is built, such as torch.manual_seed(seed + rank)",
+            fix="seed with the rank once the model is built, and after whatever seeds again, such as Trainer(): "
+            "torch.manual_seed(seed + rank)",
             ranks=tuple(rank.rank for rank in ranks),
         )
 

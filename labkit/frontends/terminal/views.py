@@ -505,7 +505,12 @@ def _live(source: Source, folder: RunFolder, console: Console, leave: Callable[[
 
 def _plain(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool]) -> None:
     said, since = None, -math.inf
+    found: set[str] = set()  # names: while a run hangs, the figures of its finding change
     for state in polled(source, _SECONDS, leave):
+        for finding in findings(state):
+            if finding.kind == "wrong" and finding.name not in found and not state.over:
+                console.print(_finding(finding, folder))
+                found.add(finding.name)
         words = state.words, newest(state)
         if words != said or time.monotonic() - since >= _PLAIN_SECONDS:
             console.print(Text(line(state)), soft_wrap=True)
