@@ -46,10 +46,10 @@ class Entry:
 @per_revision
 def ledger(state: RunState) -> tuple[Entry, ...]:
     """An entry for every operation that was measured or is expected, the largest first; empty until all ranks recorded
-    traffic.
+    traffic. Some ranks of a script of one's own may never take a step: without them once the run is over.
     """
     spec = _asked(state)
-    seen = _copied(state) if state.in_threads else _seen(state)
+    seen = _copied(state) if state.in_threads else _seen(state, every_rank=spec is not None or not state.over)
     if seen is None:
         return ()
     measured, step = seen
@@ -73,10 +73,11 @@ def _asked(state: RunState) -> Spec | None:
     return spec if spec and spec.strategy and spec.nproc else None
 
 
-def _seen(state: RunState) -> tuple[dict[str, tuple[float, float]], int] | None:
-    """Calls (mean per rank) and bytes sent (by all ranks) by operation, and the step; None if a rank recorded none."""
+def _seen(state: RunState, every_rank: bool) -> tuple[dict[str, tuple[float, float]], int] | None:
+    """Calls (mean per rank) and bytes sent (by all ranks) by operation, and the step; None if no rank recorded any, or
+    not `every_rank` that should have."""
     recorded = [rank.traffic for rank in state.ranks.values() if rank.traffic is not None]
-    if not recorded or len(recorded) < state.world_size:
+    if not recorded or (every_rank and len(recorded) < state.world_size):
         return None
     ops = dict.fromkeys(op for traffic in recorded for op in traffic.ops)
     found = {}

@@ -104,6 +104,13 @@ def test_it_waits_for_every_rank():
     assert ledger(state(spec("ddp"), {"all_reduce": 100.0}, ranks=1)) == ()
 
 
+def test_some_ranks_of_ones_own_script_may_never_take_a_step():
+    folded = state(Spec(script="train.py", nproc=4, device="cpu"), {"all_reduce": 100.0}, ranks=2)
+    assert ledger(folded) == ()
+    apply(folded, {"kind": "status", "t": 2.0, "status": {"state": "finished"}})
+    assert ledger(folded) == (Entry("all_reduce", 1.0, 100.0, None, "", ""),)
+
+
 def test_one_process_owes_nothing():
     assert ledger(state(spec("single", nproc=1), {})) == ()
 

@@ -3,6 +3,8 @@
 
 const PATIENCE = 60_000; // ms to wait for plotly.js before the kernel sends plain SVG
 const AGAIN = 500; // ms after which a chart that could not be drawn is drawn again
+const ACTS = ["pointerdown", "click", "input", "keydown"];
+const ANSWERED = 300; // ms after an act in which its answer comes before new points of charts
 const REST = 5; // times as long as a chart took to draw, no chart is drawn
 const NEXT = 10_000; // ms after which another widget asks for plotly.js, too: the kernel of the first may be gone
 
@@ -173,7 +175,12 @@ class Board {
     this.theming = new MutationObserver(() => this.changed());
     this.theming.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
     const panel = element.closest(".labkit");
-    if (panel) this.theming.observe(panel, { attributes: true, attributeFilter: ["class"] }); // presentation mode
+    this.closing = new AbortController();
+    this.actedAt = -ANSWERED;
+    if (!panel) return;
+    this.theming.observe(panel, { attributes: true, attributeFilter: ["class"] }); // presentation mode
+    const listening = { capture: true, passive: true, signal: this.closing.signal };
+    for (const act of ACTS) panel.addEventListener(act, () => (this.actedAt = performance.now()), listening);
   }
 
   take(names, updates) {
@@ -219,8 +226,8 @@ class Board {
   }
 
   // New points are stored immediately and drawn later, one chart in a frame, the one that has waited longest. After each
-  // the page rests, so that it answers while many ranks train. A chart that is new, or has another size or theme, does
-  // not wait.
+  // the page rests, so that it answers while many ranks train, and after an act of the user it waits for the answer. A
+  // chart that is new, or has another size or theme, does not wait.
   schedule() {
     if (this.frame || this.rests) return;
     this.frame = requestAnimationFrame(() => {
@@ -243,18 +250,22 @@ class Board {
 
   drawFirst(charts) {
     const urgent = charts.filter(({ drawn, urgent }) => urgent || !drawn);
+    const answering = this.actedAt + ANSWERED - performance.now();
+    if (!urgent.length && answering > 0) return this.rest(answering);
     const [chart] = (urgent.length ? urgent : charts).sort((one, other) => (one.drawnAt ?? 0) - (other.drawnAt ?? 0));
     const began = performance.now();
     this.draw(chart);
     chart.urgent = false;
     chart.drawnAt = performance.now();
     if (urgent.length > 1) this.schedule();
-    else {
-      this.rests = setTimeout(() => {
-        this.rests = 0;
-        this.schedule();
-      }, REST * (chart.drawnAt - began));
-    }
+    else this.rest(REST * (chart.drawnAt - began));
+  }
+
+  rest(milliseconds) {
+    this.rests = setTimeout(() => {
+      this.rests = 0;
+      this.schedule();
+    }, milliseconds);
   }
 
   draw(chart) {
@@ -281,6 +292,7 @@ class Board {
   close() {
     cancelAnimationFrame(this.frame);
     clearTimeout(this.rests);
+    this.closing.abort();
     this.resizing.disconnect();
     this.theming.disconnect();
     for (const chart of this.charts.values()) this.Plotly.purge(chart.box);
