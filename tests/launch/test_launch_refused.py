@@ -26,7 +26,7 @@ def test_bad_input_leaves_nothing_behind(runs, tmp_path):
 @pytest.mark.parametrize("argv", [["/no/such/python"], []])
 def test_a_start_that_fails_leaves_nothing_behind(argv, script, runs, monkeypatch):
     plan = local.plan
-    monkeypatch.setattr(local, "plan", lambda spec, folder: structs.replace(plan(spec, folder), argv=argv))
+    monkeypatch.setattr(local, "plan", lambda *given, **options: structs.replace(plan(*given, **options), argv=argv))
     with pytest.raises(LaunchError, match="the run could not be started"):
         run(script(""), nproc=1, device="cpu")
     assert list(runs.iterdir()) == []
