@@ -25,6 +25,7 @@ from labkit import (
     compare,
     diff_scripts,
     excerpt,
+    explain,
     guess,
     on_trial,
     place,
@@ -65,6 +66,8 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from each("guess strategies", ({"ddpp": 1}, {"ddp": -1}, {0: 1}), lambda value: guess("speedup", value))
     yield "guess a share above 100 %", lambda: guess("accuracy_percent", 101)
     yield "predict a figure", lambda: predict("peak_mb")
+    yield from each("explain", (None, 5, b"x", "", "nowhere", "\0", "x" * 5000, [], Rude()), explain)
+    yield "explain nothing", explain
     yield from each("place", NUMBERS, place)
     yield from each("compare", ("", "typo", None, 5, [], [5], [[]], ["ddp", "typo"], {"typo": 1}, Rude()), compare)
     yield from each("compare all nproc=", (0, -1, math.nan, HUGE), lambda value: compare("all", nproc=value))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from labkit.analysis.diagnose.finding import shorter
 from labkit.analysis.foreign import flight_recorder, profiles
 from labkit.analysis.foreign.chrome import Content, read_profile
 from labkit.analysis.foreign.page import ForeignError, Page
@@ -111,7 +112,7 @@ def _opened(path: Path, read: Callable[[Path], Any]) -> Any:
         if isinstance(error, ForeignError):
             raise
         reason = getattr(error, "strerror", None) or error
-        raise ForeignError(f"{path} cannot be read: {reason}") from None
+        raise ForeignError(f"{shorter(str(path))} cannot be read: {reason}") from None
 
 
 def _known() -> str:
