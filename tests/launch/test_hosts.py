@@ -45,7 +45,7 @@ def test_two_hosts_train_as_one_machine_lose_each_other_and_meet_again(runs, sha
         ]
         paths = wait_until(lambda: len(found := sorted(runs.glob("*/spec.json"))) == 2 and found)
         first, second = (Run.attach(path.parent) for path in paths)
-        wait_until(lambda: "trained" in first.logs(0) and "trained" in second.logs(1), 180)
+        wait_until(lambda: "trained" in first.logs(0) and "trained" in second.logs(1), 420)
         check_losses([first.state.ranks[0], second.state.ranks[1]], shared_run)
         two[1].plug("down")
         wait_until(lambda: len(first.state.nodes) == 2 + len(alone) and len(second.state.nodes) == 2)
@@ -57,7 +57,7 @@ def test_two_hosts_train_as_one_machine_lose_each_other_and_meet_again(runs, sha
         two[1].plug("up")
         wait_until(lambda: len(first.state.met) == 2 + len(alone))
         (tmp_path / "enough").touch()
-        assert [node.wait(240) for node in nodes] == [0, 0]
+        assert [node.wait(420) for node in nodes] == [0, 0]
     summary, names = first.summary(), [host.name for host in two]
     assert [(one["what"], one["hosts"]) for one in summary["nodes"]] == [
         ("met", names),
