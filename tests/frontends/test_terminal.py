@@ -54,6 +54,13 @@ def test_view_fits_and_does_not_move(runs, width, device):
     assert "12.0 / " in text
 
 
+def test_the_figures_of_a_run_that_is_over_are_whole(recorded):
+    state = followed(recorded)
+    assert state.over
+    seen = " ".join(drawn(state, recorded.folder, 40).split())
+    assert all(figure in seen for figure in terminal.line(state).split(" · "))
+
+
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_no_figure_of_a_table_is_cut(width):
     """Where there is no room for all columns, they stand below each other, each time with the first one."""

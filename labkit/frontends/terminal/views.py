@@ -314,8 +314,9 @@ def _head(state: RunState, folder: RunFolder) -> RenderableType:
 
 def _progress(state: RunState) -> RenderableType:
     style = _STYLES.get(state.status.state, "bold cyan")
-    words = Text.assemble("● ", visible_line(state.words), style=style, no_wrap=True, overflow="ellipsis")
-    figures = Text(" · ".join(_figures_of_run(state)), no_wrap=True, overflow="ellipsis")
+    # one line each while they change; afterwards as many as they need
+    words = Text.assemble("● ", visible_line(state.words), style=style, no_wrap=not state.over, overflow="ellipsis")
+    figures = Text(" · ".join(_figures_of_run(state)), no_wrap=not state.over, overflow="ellipsis")
     total = state.total_steps
     if state.over or not total:
         return Group(words, figures)
