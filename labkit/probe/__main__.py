@@ -51,7 +51,8 @@ def give_way(niceness: int) -> None:
     torchrun starts each rank in a session of its own. Linux shares the cores between sessions before it looks at the
     niceness of their processes, and a session has a niceness of its own (`sched(7)`, the autogroup feature).
     """
-    os.nice(niceness)
+    if hasattr(os, "nice"):  # not on Windows
+        os.nice(niceness)
     with suppress(OSError):  # a kernel without this feature, or another system
         Path("/proc/self/autogroup").write_text(str(niceness))
 

@@ -381,29 +381,29 @@ def _args(event: Event) -> Args:
 
 def read_profile(path: Path) -> Profile:
     """Reads one file. Raises `ForeignError` if it is no trace, `OSError` as `open_regular`."""
-    found = _Collector()
+    collected = _Collector()
     with open_regular(path) as file:
         stream = Stream(Content(file, path), path)
         for events in stream:
-            found.add(events)
-    if not (found.gpu or found.cpu):
+            collected.add(events)
+    if not (collected.gpu or collected.cpu):
         raise ForeignError(
             f"{path} has no events of operators or kernels; profile with"
             " activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
         )
-    profile = Profile(path, names=list(found.names))
+    profile = Profile(path, names=list(collected.names))
     _describe(profile, stream.metadata)
-    _fill(profile, found)
+    _fill(profile, collected)
     if stream.cut:
         profile.notes.append(f"{path.name} ends early: {stream.cut}. What follows is computed from the events before.")
-    if stream.unreadable + found.wrong:
-        left_out = counted(stream.unreadable + found.wrong, "event")
+    if stream.unreadable + collected.wrong:
+        left_out = counted(stream.unreadable + collected.wrong, "event")
         profile.notes.append(f"{path.name}: {left_out} cannot be read and are left out.")
-    profile.sampled = found.highest > _SAMPLED * found.numbered
+    profile.sampled = collected.highest > _SAMPLED * collected.numbered
     if profile.sampled:
         profile.notes.append(
-            f"{path.name} has {found.numbered:,} of about {found.highest:,} recorded CPU events: events were left out"
-            " of the file, so times are lower bounds, idle time is an upper bound, and gaps may not be real."
+            f"{path.name} has {collected.numbered:,} of about {collected.highest:,} recorded CPU events: events were"
+            " left out of the file, so times are lower bounds, idle time is an upper bound, and gaps may not be real."
         )
     return profile
 
@@ -433,26 +433,27 @@ def _as(kind: type[_T], value: Any, default: Any) -> Any:
     return value if type(value) is kind else default
 
 
-def _fill(profile: Profile, found: _Collector) -> None:
+def _fill(profile: Profile, collected: _Collector) -> None:
     """The numbers of events, in seconds since the first one. The launch of what ran on the GPU has its correlation."""
-    first = min(events[0] for events in (found.gpu, found.cpu) if events)
+    first = min(events[0] for events in (collected.gpu, collected.cpu) if events)
     profile.base += round(first * 1000)
-    launches = np.array(found.launches).reshape(-1, 2)
+    launches = np.array(collected.launches).reshape(-1, 2)
     _, at = np.unique(launches[:, 0], return_index=True)
     launches = launches[at]
-    gpu, cpu = _spans(found.gpu), _spans(found.cpu)
+    gpu, cpu = _spans(collected.gpu), _spans(collected.cpu)
     gpu.origin = _launched(gpu.origin, launches)
     for spans in (gpu, cpu):
         spans.start, spans.end = ((times - first) * _MICROSECOND for times in (spans.start, spans.end))
     gpu.origin = (gpu.origin - first) * _MICROSECOND
     profile.gpu, profile.cpu = gpu, cpu
     profile.steps = sorted(
-        (number, (start - first) * _MICROSECOND, (end - first) * _MICROSECOND) for number, start, end in found.annotated
+        (number, (start - first) * _MICROSECOND, (end - first) * _MICROSECOND)
+        for number, start, end in collected.annotated
     )
-    launched = [call.launched for call in found.calls]
+    launched = [call.launched for call in collected.calls]
     if len(gpu):
         launched = _launched(np.array(launched), launches).tolist()
-    for call, moment in zip(found.calls, launched):
+    for call, moment in zip(collected.calls, launched):
         seconds = [(value - first) * _MICROSECOND for value in (call.start, call.end, moment)]
         profile.calls.append(call._replace(start=seconds[0], end=seconds[1], launched=seconds[2]))
     profile.calls.sort(key=lambda call: call.start)

@@ -362,21 +362,21 @@ def _differs(entry: Entry, other: Entry, ranks: int) -> _Difference | None:
     apart = [] if op in ("all_to_all", "scatter") else [(entry.inputs, other.inputs)]
     apart += [] if op in ("all_to_all", "gather") else [(entry.outputs, other.outputs)]
     apart += [(entry.inputs, other.outputs)] if op in ("all_reduce", "allreduce_coalesced") else []
-    for one, two in apart:
-        if one != two:
-            return "size", (f"{op} of {_in_words(one)}", f"{op} of {_in_words(two)}")
+    for ours, theirs in apart:
+        if ours != theirs:
+            return "size", (f"{op} of {_in_words(ours)}", f"{op} of {_in_words(theirs)}")
     if op in _GATHERS and _elements(other.outputs[:1]) != ranks * _elements(entry.inputs[:1]):
         return "size", (f"input {_in_words(entry.inputs)}", f"output {_in_words(other.outputs)}, of {ranks} ranks")
     if op in _SCATTERS and _elements(other.inputs[:1]) != ranks * _elements(entry.outputs[:1]):
         return "size", (f"output {_in_words(entry.outputs)}", f"input {_in_words(other.inputs)}, of {ranks} ranks")
-    for one_type, two_type, shapes in (
+    for our_types, their_types, shapes in (
         (entry.input_types, other.input_types, (entry.inputs, other.inputs)),
         (entry.output_types, other.output_types, (entry.outputs, other.outputs)),
         (entry.input_types, entry.output_types, (entry.inputs, entry.outputs)),
     ):
         compared = op not in ("scatter", "broadcast", "gather") and all(shape and shape[0] for shape in shapes)
-        if compared and set(one_type) != set(two_type):
-            return "dtype", (f"{op} of {', '.join(one_type)}", f"{op} of {', '.join(two_type)}")
+        if compared and set(our_types) != set(their_types):
+            return "dtype", (f"{op} of {', '.join(our_types)}", f"{op} of {', '.join(their_types)}")
     if entry.state != other.state:
         return "state", (f"{op} is {entry.state}", f"{op} is {other.state}")
     return None

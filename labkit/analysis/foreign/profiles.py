@@ -461,7 +461,7 @@ def _late_rank(analysed: Sequence[Analysed], late: Arrivals | None) -> Iterator[
     rank = max(late.last, key=lambda number: late.last[number])
     others = {number: seconds for number, seconds in late.waited.items() if number != rank}
     waits = max(others.values())
-    span = sum(one.total.span for one in analysed) / len(analysed)
+    span = sum(profile.total.span for profile in analysed) / len(analysed)
     if late.last[rank] <= late.matched / 2 or waits < _LARGE * span:
         return
     yield Finding(
