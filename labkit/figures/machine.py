@@ -528,10 +528,10 @@ class _Card:
                 )
         elif not self._narrow:
             for number, words in enumerate(speed):
-                if line + 18 + 17 * number <= y + self._height - 22:
-                    picture.text(
-                        f"speed{rank}-{number}", beside, line + 18 + 17 * number, words, font_size="11.5", opacity="0.8"
-                    )
+                below = line + 18 + 17 * number
+                if below <= y + self._height - 22:
+                    letters = _letters(words, self._pill, 0.53)
+                    picture.text(f"speed{rank}-{number}", beside, below, words, font_size=letters, opacity="0.8")
         self._draw_strip(picture)
 
     def _draw_strip(self, picture: _Picture) -> None:
@@ -599,11 +599,10 @@ class _Card:
                 changes[f"bytes{self.rank}"] = {"text": size(sum(owned.values())) + of}
         if self._words and self.rank in shown.acted:
             word, colour = _doing(shown.acted[self.rank], start, end)
-            letters = min(11.5, (self._pill - 10) / (0.58 * max(1, len(word))))
             changes[f"does{self.rank}"] = {
                 "text": word,
                 "fill": colours.ink_on(colour) if colour else "currentColor",
-                "font-size": f"{letters:.1f}",
+                "font-size": _letters(word, self._pill - 10, 0.58),
             }
             changes[f"pill{self.rank}"] = {"fill": colour or "none"}
         return changes
@@ -626,6 +625,11 @@ class _Card:
         most = f", up to {size(max(held.totals))}" if held else ""
         status, _ = _status(state, self.rank)
         return f"rank {self.rank} {status}{most}" + "".join(f", {words}" for words in self._speed(state))
+
+
+def _letters(words: str, room: float, wide: float) -> str:
+    """The size of letters with which words take at most `room` units: 11.5, or less; a letter of size 1 is `wide`."""
+    return f"{min(11.5, room / (wide * max(1, len(words)))):.1f}"
 
 
 WAITS = "#9a9a9a"  # the colour of a rank that waits for others
