@@ -82,6 +82,7 @@ TITLES = """(element) => [...element.querySelectorAll(".labkit-chart")]
   .filter((one) => one.checkVisibility()).map((chart) => {
   const box = (one) => one?.getBoundingClientRect();
   const [title, legend, axis] = [".gtitle", ".legendtext", ".ytitle"].map((name) => box(chart.querySelector(name)));
+  if (!title) return "a chart that has no title yet";
   const besides = legend && legend.left < title.right && legend.top < title.bottom - 2;
   const meets = besides || (axis && axis.top < title.bottom);
   return title.right > box(chart).right || meets ? chart.querySelector(".gtitle").textContent : "";

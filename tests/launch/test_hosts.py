@@ -39,13 +39,13 @@ def test_two_hosts_train_as_one_machine_lose_each_other_and_meet_again(runs, sha
     with two_hosts() as two:
         meeting = ("--rdzv-endpoint", f"{two[0].address}:29500")
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-        nodes = [
-            host.labkit("run", str(script), *own, *meeting, "--node-rank", str(rank), **quiet)
-            for rank, host in enumerate(two)
-        ]
-        paths = wait_until(lambda: len(found := sorted(runs.glob("*/spec.json"))) == 2 and found)
+        nodes = []
+        for rank, host in enumerate(two):  # one after the other: the folders' names are in the order of the nodes
+            nodes.append(host.labkit("run", str(script), *own, *meeting, "--node-rank", str(rank), **quiet))
+            wait_until(lambda number=rank + 1: len(list(runs.glob("*/spec.json"))) == number, 180)
+        paths = sorted(runs.glob("*/spec.json"))
         first, second = (Run.attach(path.parent) for path in paths)
-        wait_until(lambda: "trained" in first.logs(0) and "trained" in second.logs(1), 420)
+        wait_until(lambda: "trained" in first.logs(0) and "trained" in second.logs(1), 180)
         check_losses([first.state.ranks[0], second.state.ranks[1]], shared_run)
         two[1].plug("down")
         wait_until(lambda: len(first.state.nodes) == 2 + len(alone) and len(second.state.nodes) == 2)
@@ -57,7 +57,7 @@ def test_two_hosts_train_as_one_machine_lose_each_other_and_meet_again(runs, sha
         two[1].plug("up")
         wait_until(lambda: len(first.state.met) == 2 + len(alone))
         (tmp_path / "enough").touch()
-        assert [node.wait(420) for node in nodes] == [0, 0]
+        assert [node.wait(180) for node in nodes] == [0, 0]
     summary, names = first.summary(), [host.name for host in two]
     assert [(one["what"], one["hosts"]) for one in summary["nodes"]] == [
         ("met", names),
