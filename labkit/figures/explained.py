@@ -43,7 +43,7 @@ class Explained:
         parts = []
         for page in self.pages:
             parts += [page.title, repr(Findings(page.findings)) if page.findings else NO_FINDINGS]
-            parts += [f"{table.title}\n{table_text(table.heads, table.rows)}" for table in page.tables]
+            parts += [f"{table.title}\n{table_text(table.heads, table.rows, table.words)}" for table in page.tables]
             parts.append("\n".join(page.notes))
         return visible("\n\n".join(filter(None, parts)))
 
@@ -52,6 +52,6 @@ class Explained:
         for page in self.pages:
             parts += [f"<h4>{escape(page.title)}</h4>", findings_html(page.findings) or f"<p>{NO_FINDINGS}</p>"]
             for table in page.tables:
-                parts += [f"<p><b>{escape(table.title)}</b></p>", table_html(table.heads, table.rows)]
+                parts += [f"<p><b>{escape(table.title)}</b></p>", table_html(table.heads, table.rows, table.words)]
             parts += [f"<p>{escape(note)}</p>" for note in page.notes]
         return "".join(parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.prediction import how_made, notes, ranges, step_in_words, time_made
@@ -108,8 +108,10 @@ def notes_html(notes: Sequence[str]) -> str:
     return "".join(f'<p class="labkit-notes">{escape(note)}</p>' for note in notes)
 
 
-def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; every cell is escaped."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], words: Container[str] = ()) -> str:
+    """A table; every cell is escaped. The columns in `words` are aligned left."""
+    styles = [' style="text-align: left"' if name in words else "" for name in heads]
+    head = "".join(f"<th{style}>{escape(name)}</th>" for name, style in zip(heads, styles))
+    cells = ["".join(f"<td{style}>{escape(cell)}</td>" for cell, style in zip(row, styles)) for row in rows]
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -4,7 +4,7 @@ styles; and lists that display themselves, as a table in a notebook and as text 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from labkit.analysis.diagnose import Finding
 from labkit.analysis.guess import own_sentences, sentences
@@ -151,8 +151,9 @@ def _ms(seconds: float | None) -> str | None:
     return None if seconds is None else f"{1000 * seconds:.2f}"
 
 
-def table_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as text: names in the first column, figures in the others."""
+def table_text(heads: Sequence[str], rows: Sequence[Sequence[str]], words: Container[str] = ()) -> str:
+    """A table as text: names in the first column, figures in the others, except in the columns `words`."""
     widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (heads, *rows)]
+    aligned = [str.ljust if head == heads[0] or head in words else str.rjust for head in heads]
+    lines = [[align(cell, width) for align, cell, width in zip(aligned, row, widths)] for row in (heads, *rows)]
     return "\n".join("  ".join(line).rstrip() for line in lines)

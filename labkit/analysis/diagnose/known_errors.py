@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -499,3 +500,8 @@ KNOWN_ERRORS = (
     ),
 )
 NAMES = tuple(known.name for known in KNOWN_ERRORS)
+
+
+def known_in(text: str) -> KnownError | None:
+    """The first error whose message is in a text; None if it has none of them."""
+    return next((known for known in KNOWN_ERRORS if re.search(known.pattern, text)), None)

@@ -621,7 +621,7 @@ def _group_table(found: Sequence[Group], problems: Sequence[Problem]) -> Table:
                 "all completed" if problem is None else f"{problem.entry.words}: {problem.kind}",
             )
         )
-    return Table("Process groups", ("group", "ranks", "newest call", "first problem"), tuple(rows))
+    return Table("Process groups", ("group", "ranks", "newest call", "first problem"), tuple(rows), ("first problem",))
 
 
 def _rank_table(dumps: Mapping[int, Dump], problems: Sequence[Problem]) -> Table:
@@ -632,7 +632,12 @@ def _rank_table(dumps: Mapping[int, Dump], problems: Sequence[Problem]) -> Table
         if entries:
             newest = entries[-1]
             rows.append((str(rank), newest.words, f"group {newest.group}", newest.state, newest.where or "–"))
-    return Table("The newest call of each rank", ("rank", "call", "group", "state", "called at"), tuple(rows))
+    return Table(
+        "The newest call of each rank",
+        ("rank", "call", "group", "state", "called at"),
+        tuple(rows),
+        ("call", "group", "state", "called at"),
+    )
 
 
 def _notes(

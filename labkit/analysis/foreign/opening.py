@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from labkit.analysis.diagnose.finding import shorter
-from labkit.analysis.foreign import flight_recorder, profiles
+from labkit.analysis.foreign import flight_recorder, logs, profiles
 from labkit.analysis.foreign.chrome import Content, read_profile
 from labkit.analysis.foreign.page import ForeignError, Page
 from labkit.common.reading import open_regular
 
 _HEAD = 1 << 16  # bytes in which a file says what it is
 _MOST_FILES = 16_384
+_DEEPEST = 6  # folders within a folder: torchrun writes <run>/attempt_0/<local rank>/stderr.log
 
 
 @dataclass(frozen=True)
 class Kind:
     """One kind of files: bytes that its files begin with, a key that their JSON has near its beginning, how to read
-    one, and how to explain all of them."""
+    one, and how to explain all of them. Text that is of no other kind is a log."""
 
     name: str
     magic: bytes
@@ -47,6 +48,7 @@ KINDS = (
         flight_recorder.explain,
     ),
 )
+LOGS = Kind("logs", b"", b"", logs.read_log, logs.explain)
 
 
 def explain(paths: Iterable[Path]) -> list[Page]:
@@ -55,7 +57,7 @@ def explain(paths: Iterable[Path]) -> list[Page]:
     Raises `ForeignError` with one sentence if there is no such file or one cannot be read.
     """
     by_kind: dict[str, list[Any]] = {}
-    kinds = {kind.name: kind for kind in KINDS}
+    kinds = {kind.name: kind for kind in (*KINDS, LOGS)}
     for path in _files(paths):
         kind = _kind(path)
         by_kind.setdefault(kind.name, []).append(_opened(path, kind.read))
@@ -68,7 +70,7 @@ def _files(paths: Iterable[Path]) -> list[Path]:
         if not os.path.isdir(path):  # noqa: PTH112 a name that is too long is no folder
             files.append(path)
             continue
-        within = [file for file in sorted(_opened(path, lambda path: [*path.iterdir()])) if _is_known(file)]
+        within = [file for file in _opened(path, _within) if _is_known(file)]
         if not within:
             raise ForeignError(f"{path} has no file that can be explained; it reads {_known()}")
         files += within
@@ -77,12 +79,28 @@ def _files(paths: Iterable[Path]) -> list[Path]:
     return list(dict.fromkeys(files))
 
 
+def _within(folder: Path, depth: int = 0) -> list[Path]:
+    """The files of a folder and of the folders in it, in order. Links to folders are not followed, hidden ones left
+    out."""
+    files: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            if depth < _DEEPEST and not path.name.startswith("."):
+                files += _within(path, depth + 1)
+        else:
+            files.append(path)
+        if len(files) > _MOST_FILES:
+            raise ForeignError(f"{folder} has more than {_MOST_FILES:,} files; name the folder of one job")
+    return files
+
+
 def _is_known(path: Path) -> bool:
+    """Whether a file in a folder can be explained: a text only if its name or its content says that it is a log."""
     try:
-        _kind(path)
+        kind = _kind(path)
+        return kind is not LOGS or logs.is_of_job(path, _opened(path, _head))
     except ForeignError:
         return False
-    return True
 
 
 def _kind(path: Path) -> Kind:
@@ -95,9 +113,11 @@ def _kind(path: Path) -> Kind:
         key = re.search(rb'"(?:' + kind.key + rb')"\s*:', head)
         if key and head.lstrip().startswith(b"{"):
             keys.append((key.start(), kind))
-    if not keys:
-        raise ForeignError(f"{path} is nothing that can be explained; name {_known()}")
-    return min(keys, key=lambda pair: pair[0])[1]
+    if keys:
+        return min(keys, key=lambda pair: pair[0])[1]
+    if logs.looks_like_log(head):
+        return LOGS
+    raise ForeignError(f"{path} is nothing that can be explained; name {_known()}")
 
 
 def _head(path: Path) -> bytes:
@@ -116,4 +136,5 @@ def _opened(path: Path, read: Callable[[Path], Any]) -> Any:
 
 
 def _known() -> str:
-    return " or ".join(kind.name for kind in KINDS)
+    *names, last = (kind.name for kind in (*KINDS, LOGS))
+    return f"{', '.join(names)} or {last}"

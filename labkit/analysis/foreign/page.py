@@ -15,11 +15,12 @@ class ForeignError(ValueError):
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts; the first column names something, the other columns are figures."""
+    """A table of texts; the first column names something, the other columns are figures, except those in `words`."""
 
     title: str
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

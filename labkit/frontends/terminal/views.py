@@ -224,14 +224,20 @@ def explanation(found: Explained) -> RenderableType:
         parts.append(Text(visible_line(page.title), style="bold"))
         parts += [_finding_text(finding) for finding in page.findings] or [Text(f"\n{NO_FINDINGS}")]
         for table in page.tables:
-            parts += [Text(f"\n{visible_line(table.title)}", style="bold"), _figures(table.heads, table.rows)]
+            parts += [
+                Text(f"\n{visible_line(table.title)}", style="bold"),
+                _figures(table.heads, table.rows, table.words),
+            ]
         parts += [Text("")] + [Text(visible_line(note), style="dim") for note in page.notes]
     return Group(*parts)
 
 
-def _figures(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> FigureTable:
-    """A table whose first column names something and whose other columns are figures, except for the nearest run."""
-    table = FigureTable(heads, wrapped=EVIDENCE_HEADS[-1:])
+def _figures(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[str] = EVIDENCE_HEADS[-1:]
+) -> FigureTable:
+    """A table whose first column names something and whose other columns are figures, except for `words`, which
+    fold."""
+    table = FigureTable(heads, wrapped=words)
     for row in rows:
         table.add_row(*(Text(visible_line(cell)) for cell in row))
     return table

@@ -1,0 +1,838 @@
+"""Logs of a job: torchrun's `--log-dir`, the output of Slurm and Kubernetes, and plain text in which the lines of ranks
+are interleaved. Who wrote a line follows from its prefixes or from the file, and what a rank failed with from its
+traceback, from the lines of torch's C++ code, and from torchrun's summary."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from labkit.analysis.diagnose.finding import Finding, shorter
+from labkit.analysis.diagnose.known_errors import KnownError, known_in
+from labkit.analysis.foreign import nccl
+from labkit.analysis.foreign.chrome import Content
+from labkit.analysis.foreign.page import Page, Table
+from labkit.common.reading import open_regular
+from labkit.common.units import counted, ranks_in_words
+from labkit.record.ranks import PEER_GONE
+from labkit.record.stacks import clipped, error_in, place
+
+# ---- the lines of a file
+
+_LONGEST = 1 << 14  # characters of a line
+_MOST_SPEAKERS = 1 << 16
+_MOST_ERRORS = 8  # of a speaker
+_MOST_EVENTS = 4096  # lines of Slurm, Kubernetes, watchdogs and torchrun that are kept of a file
+_MOST_LINES = 400  # of a traceback
+_MOST_RANKS = 1 << 20
+
+_COLORS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_ISO = r"\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
+_PREFIXES = re.compile(
+    r"\s*(?:"
+    rf"(?P<time>{_ISO}) (?:std(?:out|err) [FP] )?"  # kubectl logs --timestamps, and files of containerd
+    r"|\[pod/(?P<pod>[\w.-]+)/[\w.-]+\] ?"  # kubectl logs --prefix
+    r"|\[rank(?P<rank>\d{1,7})\]: ?"  # torch, since 2.2
+    r"|\[[A-Za-z_]+(?P<local>\d{1,5})\]: ?"  # torchrun --tee: the role and the local rank
+    r")"
+)
+_TASK = re.compile(r" *(\d{1,7}): ?")  # srun --label
+_TIME = re.compile(rf"(?P<iso>{_ISO})|\[?[EWIF](?P<day>\d{{4}}) (?P<clock>\d\d:\d\d:\d\d\.\d+)")
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
+_NO_MESSAGE = re.compile(
+    r"\s*$|\[[\w/]|[EWIF]\d{4} |\d{4}-\d\d-\d\d|Traceback \(|\w+\.py:\d|={5}|-{5}|srun:|slurmstepd:"
+)
+_EXCEPTION = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
+_LAUNCHERS = {"ChildFailedError", "SignalException", "CalledProcessError"}  # a launcher reports the end of a rank
+_CRASH = re.compile(
+    r"Fatal Python error: (?P<python>.+)|terminate called after throwing an instance of '(?P<thrown>[^']+)'"
+    r"|^(?P<shell>Segmentation fault|Bus error|Illegal instruction|Aborted)(?: \(core dumped\))?\s*$"
+)
+_WHAT = re.compile(r"\s+what\(\): +(?P<message>.+)")
+_WHO = r"\[(?:PG (?:ID )?(?P<group>\d+)[^\]]*? )?Rank (?P<rank>\d+)\] +"
+_WATCHDOG = re.compile(
+    _WHO + r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<op>\w+).*?"
+    r"Timeout\(ms\)=(?P<limit>\d+)"
+)
+_PROGRESS = re.compile(
+    _WHO + r".*last enqueued (?:NCCL )?work: (?P<called>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)"
+)
+_AGENT_SAYS = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: \d+\)")
+_SUMMARY = re.compile(
+    r"^\s*(?:(?P<root>Root Cause)|(?P<failures>Failures:)"
+    r"|(?P<key>time|host|rank|exitcode|error_file|traceback)\s*: (?P<value>.*))"
+)
+_RANKS_OF = re.compile(r"(\d+) \(local_rank: (\d+)\)")
+
+_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
+_MARKS = re.compile(
+    rb"Traceback \(most|NCCL (?:INFO|WARN)|torch(?:run|\.distributed)|\[(?:rank|default)\d+\]:|srun: |slurmstepd: "
+    rb"|\w(?:Error|Exception): |\b(?:rank|epoch|step|loss)\b",
+    re.IGNORECASE,
+)
+_IN_SLURM = re.compile(r"(?:slurmstepd|srun|sbatch|slurm\w*): |oom[-_]kill")
+_CANCELLED = re.compile(
+    r"(?:JOB|STEP) (?P<job>[\d._+\w]+) ON (?P<node>\S+) CANCELLED AT (?P<when>\S+)(?: DUE TO (?P<why>[A-Z ]+))?"
+)
+_TASK_ENDED = re.compile(r"srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>[\d,\-]+): (?P<how>.+)")
+_KILLED_BY_SLURM = re.compile(r"[Dd]etected \d+ oom[-_]kill event|oom[-_]kill event")
+_IN_KUBERNETES = re.compile(
+    r"OOMKilled|exit code 137|Exit Code: +137|\bEvicted\b|low on resource: memory|DeadlineExceeded"
+)
+_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])rank[._-]?(\d{1,7})(?!\d)")
+
+
+@dataclass
+class Failure:
+    """What one speaker failed with. `time` is in seconds since 1970, None if no line had one; `order` is the number of
+    its first line in the file; `code` is the exit code as torchrun reports it, negative for a signal."""
+
+    speaker: Speaker
+    type: str
+    message: str
+    text: str = ""
+    time: float | None = None
+    order: int = 0
+    code: int | None = None
+    root: bool = False  # torchrun calls it the first
+
+    @property
+    def says(self) -> str:
+        """`RuntimeError: mat1 and mat2 …`."""
+        return f"{self.type}: {self.message}" if self.message else self.type
+
+    @property
+    def line(self) -> str:
+        """`train.py:88 in step`; empty if there is no traceback."""
+        return place(self.text)
+
+    @property
+    def follows(self) -> bool:
+        """Whether it may follow from the failure of another rank."""
+        return self.code == -15 or self.type == "SIGTERM" or bool(PEER_GONE.search(self.says))
+
+
+@dataclass(eq=False)
+class Speaker:
+    """Who wrote some lines of a file: a rank if that is known, otherwise a local rank, a task or a pod."""
+
+    path: Path
+    pod: str = ""
+    task: int | None = None
+    local: int | None = None
+    rank: int | None = None
+    lines: int = 0
+    last: str = ""
+    ended: int = 0  # number of its last line
+    time: float | None = None
+    failures: list[Failure] = field(default_factory=list)
+    open: list[str] = field(default_factory=list)  # lines of a traceback that has not ended
+    whole: list[str] = field(default_factory=list)  # the tracebacks before it in its chain
+    begun: int = 0  # number of the line at which it began
+    message: Failure | None = None  # whose message may go on
+
+    @property
+    def name(self) -> str:
+        """`rank 3`, `local rank 3 of node-1`, `task 2`, or the name of the file."""
+        if self.rank is not None:
+            return f"rank {self.rank}"
+        if self.local is not None:
+            return f"local rank {self.local}" + (f" of {self.pod}" if self.pod else "")
+        if self.task is not None:
+            return f"task {self.task}"
+        return self.pod or shorter(self.path.name, 60)
+
+
+@dataclass(frozen=True)
+class Timeout:
+    """A collective that reached its timeout on one rank: its number in its process group."""
+
+    group: str
+    op: str
+    number: int
+    seconds: float
+
+    @property
+    def words(self) -> str:
+        """`ALLREDUCE #57`."""
+        return f"{self.op} #{self.number}"
+
+
+@dataclass
+class Log:
+    """What one file says."""
+
+    path: Path
+    speakers: list[Speaker]
+    nccl: nccl.NcclLog
+    summary: list[dict[str, str]] = field(default_factory=list)  # the failures that torchrun lists
+    agent: list[tuple[int, int]] = field(default_factory=list)  # local rank and exit code
+    timeouts: dict[int, Timeout] = field(default_factory=dict)  # by rank, the first
+    called: dict[tuple[str, int], int] = field(default_factory=dict)  # by group and rank: the last collective
+    slurm: list[str] = field(default_factory=list)
+    kubernetes: list[str] = field(default_factory=list)
+    lines: int = 0
+    cut: str = ""
+
+
+def looks_like_log(head: bytes) -> bool:
+    """Whether the beginning of a file is text."""
+    if b"\0" in head:
+        return False
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        return error.start > len(head) - 4 and len(head) > 4  # cut within a character
+    return True
+
+
+def is_of_job(path: Path, head: bytes) -> bool:
+    """Whether a text in a folder is a log of a job, by its name, or by what it begins with."""
+    if path.name in ("stdout.log", "stderr.log", "error.json"):
+        return True
+    return path.suffix in _SUFFIXES and (path.name.startswith("slurm") or bool(_MARKS.search(head)))
+
+
+def read_log(path: Path) -> Log:
+    """Reads one file, line by line. Raises `OSError` as `open_regular`, and `ForeignError` if it is too large."""
+    if path.name == "error.json":
+        return _error_file(path)
+    with open_regular(path) as file:
+        content = Content(file, path)
+        reader = _Reader(path, time.gmtime(path.stat().st_mtime).tm_year)
+        rest = b""
+        while chunk := content.read():
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                reader.line(line)
+            rest = rest[-_LONGEST:] if len(rest) > 1 << 20 else rest
+        if rest:
+            reader.line(rest)
+        return reader.end(content.cut)
+
+
+class _Reader:
+    """The lines of one file, sorted by speaker."""
+
+    def __init__(self, path: Path, year: int):
+        self._year = year
+        self._speakers: dict[tuple[Any, ...], Speaker] = {}
+        self._log = Log(path, [], nccl.NcclLog())
+        self._rank, self._local = _of_path(path)
+        self._tasks: bool | None = None  # whether lines begin with the number of a task
+        self._first: list[str] = []
+        self._block: dict[str, dict[str, str] | None] = {}  # by pod: the failure that torchrun lists now
+        self._root: dict[str, bool] = {}
+
+    def line(self, raw: bytes) -> None:
+        """The next line."""
+        text = raw[:_LONGEST].decode("utf-8", "replace").rstrip("\r\n").rpartition("\r")[2]
+        if "\x1b" in text:
+            text = _COLORS.sub("", text)
+        if self._tasks is None:
+            self._first.append(text)
+            if len(self._first) >= 64:
+                self._decide()
+            return
+        self._add(text)
+
+    def _decide(self) -> None:
+        """Whether srun has labelled the lines: nearly all of the first ones."""
+        said = [line for line in self._first if line.strip()]
+        self._tasks = len(said) > 1 and sum(bool(_TASK.match(line)) for line in said) >= 0.9 * len(said)
+        first, self._first = self._first, []
+        for line in first:
+            self._add(line)
+
+    def end(self, cut: str) -> Log:
+        """What the file says, after its last line."""
+        if self._tasks is None:
+            self._decide()
+        for speaker in self._speakers.values():
+            self._close(speaker)
+        self._log.speakers = [*self._speakers.values()]
+        self._log.cut = cut
+        return self._log
+
+    def _add(self, text: str) -> None:
+        log = self._log
+        log.lines += 1
+        speaker, text, seconds = self._speaker(text)
+        if speaker is None:
+            return
+        found = _TIME.match(text) if seconds is None else None
+        seconds = _seconds(found, self._year) if found else seconds
+        speaker.time = seconds if seconds is not None else speaker.time
+        if text.strip():
+            speaker.lines += 1
+            speaker.last, speaker.ended = text, log.lines
+        self._add_traceback(speaker, text)
+        if "NCCL" in text:
+            log.nccl.add(text)
+        if "atchdog" in text or "last enqueued" in text:
+            self._add_watchdog(speaker, text)
+        elif ":" in text or "Cause" in text:
+            self._add_summary(speaker, text)
+        if _IN_SLURM.search(text) and len(log.slurm) < _MOST_EVENTS:
+            log.slurm.append(shorter(text))
+        elif _IN_KUBERNETES.search(text) and len(log.kubernetes) < _MOST_EVENTS:
+            log.kubernetes.append(shorter(text))
+
+    def _speaker(self, text: str) -> tuple[Speaker | None, str, float | None]:
+        """Who wrote a line, the line without its prefixes, and its time."""
+        pod, task, local, rank, seconds = "", None, self._local, self._rank, None
+        if self._tasks and (found := _TASK.match(text)):
+            task, text = int(found[1]), text[found.end() :]
+        while found := _PREFIXES.match(text):
+            if found.end() == 0:
+                break
+            text = text[found.end() :]
+            pod = found["pod"] or pod
+            rank = int(found["rank"]) if found["rank"] else rank
+            local = int(found["local"]) if found["local"] else local
+            seconds = _seconds(found, self._year) if found["time"] else seconds
+        key = pod, task, local, rank
+        speaker = self._speakers.get(key)
+        if speaker is None and len(self._speakers) < _MOST_SPEAKERS:
+            speaker = self._speakers[key] = Speaker(self._log.path, *key)
+        return speaker, text, seconds
+
+    # -- errors of a speaker
+
+    def _add_traceback(self, speaker: Speaker, text: str) -> None:
+        if text.startswith((_TRACEBACK, "Exception in thread")) or (_TRACEBACK in text and not speaker.open):
+            self._close(speaker)
+            speaker.begun = self._log.lines
+            speaker.open = [text]
+        elif speaker.open:
+            self._go_on(speaker, text)
+        elif crash := _CRASH.search(text):
+            kind = crash["python"] or crash["thrown"] or crash["shell"]
+            self._failed(speaker, Failure(speaker, kind, "", text, speaker.time, self._log.lines))
+        elif speaker.message is not None:
+            message = speaker.message
+            if what := _WHAT.match(text):
+                message.message = shorter(what["message"], 2000)
+            elif not _NO_MESSAGE.match(text) and not _CHAINED.match(text) and len(message.message) < 2000:
+                message.message += f"\n{text}"
+            elif _CHAINED.match(text) or not text.strip():
+                speaker.whole = [*speaker.whole, text][-_MOST_LINES:]
+            else:
+                speaker.message = None
+        elif speaker.whole and text.strip():
+            speaker.whole = []
+
+    def _go_on(self, speaker: Speaker, text: str) -> None:
+        """A line after the beginning of a traceback: a frame, or the exception, which ends it."""
+        if text.startswith((" ", "\t", _TRACEBACK)) or not text.strip():
+            if len(speaker.open) < _MOST_LINES:
+                speaker.open.append(text)
+            return
+        found = _EXCEPTION.match(text)
+        traced = "\n".join([*speaker.whole, *speaker.open, text])
+        speaker.open = []
+        kind, message = (
+            error_in(text) or (found["type"].rpartition(".")[2], found["message"] or "") if found else ("", "")
+        )
+        if kind and kind not in _LAUNCHERS:
+            chained = bool(speaker.whole) and bool(speaker.failures) and any(map(_CHAINED.match, speaker.whole))
+            failure = Failure(speaker, kind, message, clipped(traced), speaker.time, speaker.begun)
+            if chained:  # the exception that was raised while another one was handled takes its place
+                failure.order = speaker.failures.pop().order
+            self._failed(speaker, failure)
+            speaker.whole = traced.split("\n")[-_MOST_LINES:]
+
+    def _failed(self, speaker: Speaker, failure: Failure) -> None:
+        speaker.message = failure
+        if len(speaker.failures) < _MOST_ERRORS:
+            speaker.failures.append(failure)
+
+    def _close(self, speaker: Speaker) -> None:
+        """A traceback that has no last line: the process was killed while it wrote."""
+        speaker.message, speaker.open = None, []
+
+    # -- lines of NCCL's watchdog, and of torchrun
+
+    def _add_watchdog(self, speaker: Speaker, text: str) -> None:
+        log = self._log
+        if (found := _WATCHDOG.search(text)) and len(log.timeouts) < _MOST_EVENTS:
+            timeout = Timeout(found["group"] or "0", found["op"], int(found["number"]), int(found["limit"]) / 1000)
+            log.timeouts.setdefault(int(found["rank"]), timeout)
+            if speaker.local is not None and speaker.rank is None:
+                speaker.rank = int(found["rank"])
+        if (found := _PROGRESS.search(text)) and len(log.called) < _MOST_EVENTS:
+            log.called.setdefault((found["group"] or "0", int(found["rank"])), int(found["called"]))
+
+    def _add_summary(self, speaker: Speaker, text: str) -> None:
+        """A line of the list of failures that torchrun writes at its end."""
+        log, pod = self._log, speaker.pod
+        if (said := _AGENT_SAYS.search(text)) and len(log.agent) < _MOST_EVENTS:
+            log.agent.append((int(said["local"]), int(said["code"])))
+            return
+        found = _SUMMARY.match(text)
+        if not found:
+            return
+        if found["failures"] or found["root"]:
+            self._block[pod], self._root[pod] = None, bool(found["root"])
+        elif pod in self._root:
+            if found["key"] == "time":
+                self._block[pod] = {"root": "yes" if self._root[pod] else ""}
+            block = self._block.get(pod)
+            if block is not None:
+                block[found["key"]] = shorter(found["value"], 2000)
+                if found["key"] == "traceback" and len(log.summary) < _MOST_EVENTS:
+                    log.summary.append(block)
+                    self._block[pod] = None
+
+
+def _of_path(path: Path) -> tuple[int | None, int | None]:
+    """The rank and the local rank that the name of a file says: `rank_3.log`, or `attempt_0/3/stderr.log`."""
+    named = _RANK_IN_NAME.search(path.name.lower())
+    if named:
+        return int(named[1]), None
+    local = path.parent.name
+    of_torchrun = path.stem in ("stdout", "stderr", "error") and local.isdecimal() and len(local) < 6
+    return None, int(local) if of_torchrun else None
+
+
+def _seconds(found: re.Match[str], year: int) -> float | None:
+    """Seconds since 1970 of a time in a line; a time without a zone counts as UTC."""
+    groups = found.groupdict()
+    iso = groups.get("time") or groups.get("iso")
+    try:
+        if iso:
+            text = re.sub(r"([.,]\d{6})\d+", r"\1", iso.replace("_", "T").replace(" ", "T").replace(",", "."))
+            when = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        else:
+            day = groups["day"]
+            when = datetime.fromisoformat(f"{year}-{day[:2]}-{day[2:]}T{groups['clock'][:15]}")
+    except ValueError:
+        return None
+    return when.timestamp() if when.tzinfo else when.replace(tzinfo=_UTC).timestamp()
+
+
+_UTC = datetime.fromisoformat("2000-01-01T00:00:00+00:00").tzinfo
+
+
+def _error_file(path: Path) -> Log:
+    """The `error.json` that torchrun lets a rank write."""
+    log = Log(path, [], nccl.NcclLog())
+    rank, local = _of_path(path)
+    with open_regular(path) as file:
+        data = Content(file, path).read(1 << 20)
+    try:
+        said = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        said = None
+    message = said.get("message") if isinstance(said, dict) else None
+    extra: Any = {}
+    if isinstance(message, dict):
+        extra, message = message.get("extraInfo") or {}, message.get("message")
+    if not isinstance(message, str):
+        log.cut = "it is no error file of torchrun"
+        return log
+    speaker = Speaker(path, local=local, rank=rank)
+    extra = extra if isinstance(extra, dict) else {}
+    stack, when = str(extra.get("py_callstack", "")), str(extra.get("timestamp", ""))
+    kind, text = error_in(message.strip().splitlines()[-1] if message.strip() else "") or ("error", message)
+    seconds = float(when) if when.isdecimal() and len(when) < 12 else None
+    speaker.failures.append(Failure(speaker, kind, shorter(text, 2000), clipped(stack), seconds))
+    log.speakers.append(speaker)
+    return log
+
+
+# ---- the job
+
+
+class Job:
+    """All files of a job together."""
+
+    def __init__(self, logs: Sequence[Log]):
+        self.logs, self.earlier = _last_attempt(logs)
+        self.nccl = nccl.NcclLog()
+        for log in self.logs:
+            self.nccl.join(log.nccl)
+        self.timeouts = {rank: timeout for log in self.logs for rank, timeout in log.timeouts.items()}
+        self.called = {key: number for log in self.logs for key, number in log.called.items()}
+        self.slurm = [line for log in self.logs for line in log.slurm]
+        self.kubernetes = [line for log in self.logs for line in log.kubernetes]
+        self._name_ranks()
+        self.speakers = [speaker for log in self.logs for speaker in log.speakers]
+        self.failures = self._failures()
+
+    def _name_ranks(self) -> None:
+        """Gives speakers that are known by their local rank, or by their task, their rank."""
+        of_local: dict[int, set[int]] = {}
+        for log in self.logs:
+            for block in log.summary:
+                if ranks := _RANKS_OF.match(block.get("rank", "")):
+                    of_local.setdefault(int(ranks[2]), set()).add(int(ranks[1]))
+            for speaker in log.speakers:
+                if speaker.local is not None and speaker.rank is not None:
+                    of_local.setdefault(speaker.local, set()).add(speaker.rank)
+        folders = {
+            log.path.parents[2] for log in self.logs if _of_path(log.path)[1] is not None and log.path.is_absolute()
+        }
+        pods = {speaker.pod for log in self.logs for speaker in log.speakers}
+        alone = len(folders) <= 1 and len(pods) <= 1
+        by_task = not any(log.summary or log.agent for log in self.logs)
+        for log in self.logs:
+            for speaker in log.speakers:
+                if speaker.rank is None and speaker.local is not None:
+                    known = of_local.get(speaker.local, set())
+                    if len(known) == 1 and alone:
+                        speaker.rank = next(iter(known))
+                    elif not known and alone:
+                        speaker.rank = speaker.local
+                elif speaker.rank is None and speaker.task is not None and by_task:
+                    speaker.rank = speaker.task
+
+    def _failures(self) -> list[Failure]:
+        """One failure of each speaker, the one that explains the others first."""
+        found: list[Failure] = []
+        by_rank: dict[int, Failure] = {}
+        for speaker in self.speakers:
+            for failure in speaker.failures[-1:]:
+                known = by_rank.get(speaker.rank) if speaker.rank is not None else None
+                if known is None:
+                    found.append(failure)
+                    if speaker.rank is not None:
+                        by_rank[speaker.rank] = failure
+                elif failure.text and not known.line:
+                    known.type, known.message, known.text = failure.type, failure.message, failure.text
+        for log in self.logs:
+            for block in log.summary:
+                self._add_block(log, block, found, by_rank)
+        return sorted(found, key=_order)
+
+    def _add_block(self, log: Log, block: Mapping[str, str], found: list[Failure], by_rank: dict[int, Failure]) -> None:
+        ranks = _RANKS_OF.match(block.get("rank", ""))
+        if not ranks:
+            return
+        rank, code = int(ranks[1]), re.match(r"-?\d{1,4}", block.get("exitcode", ""))
+        if rank not in by_rank:
+            said = block.get("traceback", "")
+            said = "" if said.startswith("To enable traceback") else said
+            signal = re.match(r"Signal \d+ \((SIG\w+)\)", said)
+            kind, message = error_in(said) or (signal[1] if signal else f"exit code {code[0] if code else '?'}", "")
+            speaker = Speaker(log.path, local=int(ranks[2]), rank=rank)
+            by_rank[rank] = Failure(speaker, kind, message, "", None)
+            found.append(by_rank[rank])
+        failure = by_rank[rank]
+        failure.code = int(code[0]) if code else None
+        failure.root = failure.root or bool(block.get("root"))
+        if failure.time is None and (when := _TIME.match(block.get("time", ""))):
+            failure.time = _seconds(when, 2000)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that are known by number."""
+        of_nccl = self.nccl.largest.hosts if self.nccl.largest else {}
+        said = {speaker.rank for speaker in self.speakers if speaker.rank is not None}
+        failed = {failure.speaker.rank for failure in self.failures if failure.speaker.rank is not None}
+        return sorted({*said, *failed, *self.timeouts, *(rank for _, rank in self.called), *of_nccl})
+
+
+def _order(failure: Failure) -> tuple[bool, bool, float, int]:
+    return failure.follows, not failure.root, failure.time if failure.time is not None else float("inf"), failure.order
+
+
+def _last_attempt(logs: Sequence[Log]) -> tuple[list[Log], int]:
+    """The logs without those of torchrun's earlier attempts, and the number of these attempts."""
+    attempts = {
+        log.path: re.fullmatch(r"attempt_(\d{1,6})", log.path.parents[1].name)
+        for log in logs
+        if len(log.path.parents) > 2
+    }
+    newest = Counter[Path]()
+    for path, found in attempts.items():
+        if found:
+            newest[path.parents[2]] = max(newest[path.parents[2]], int(found[1]))
+    kept = [
+        log for log in logs if not (found := attempts.get(log.path)) or int(found[1]) == newest[log.path.parents[2]]
+    ]
+    return kept, max(newest.values(), default=0)
+
+
+# ---- what happened
+
+
+def explain(logs: Sequence[Log]) -> Page:
+    """What the logs of one job say."""
+    job = Job(logs)
+    ranks = job.ranks
+    title = f"{counted(len(logs), 'log')} of a job · {counted(sum(log.lines for log in logs), 'line')}"
+    title += f" · {counted(len(ranks), 'rank')}" if ranks else ""
+    title += " · Slurm" if job.slurm else ""
+    tables = [_failure_table(job), _rank_table(job), *nccl.tables(job.nccl)]
+    return Page(
+        title=title,
+        findings=[*_findings(job)],
+        tables=[table for table in tables if table.rows],
+        notes=[*_notes(job)],
+        figures=_figures(job),
+    )
+
+
+def _findings(job: Job) -> Iterator[Finding]:
+    of_nccl = [*nccl.findings(job.nccl)]
+    wrong = [finding for finding in of_nccl if finding.kind == "wrong"]
+    explains = {finding.name for finding in wrong} - {"nccl_not_initialized"}
+    if explains:
+        yield from wrong
+    found = [*_failed(job, explained=bool(explains))]
+    yield from found
+    yield from _stopped(job, after_failure=any(not failure.follows for failure in job.failures))
+    yield from _timeouts(job)
+    if not explains:
+        yield from wrong if not any(not failure.follows for failure in job.failures) else ()
+    yield from (finding for finding in of_nccl if finding.kind != "wrong")
+
+
+def _alike(failure: Failure) -> tuple[str, str]:
+    return failure.type, re.sub(r"0x[0-9a-f]+|\d+", "#", failure.message)[:200]
+
+
+def _failed(job: Job, explained: bool) -> Iterator[Finding]:
+    """The rank that failed first, and what with."""
+    if not job.failures or ((first := job.failures[0]).follows and (job.timeouts or _stops(job))):
+        return
+    known = _known(first)
+    if known is not None and known.name == "nccl" and explained:
+        return
+    same = [failure for failure in job.failures if _alike(failure) == _alike(first)]
+    others = [failure for failure in job.failures if failure not in same]
+    ranks = [failure.speaker.rank for failure in same if failure.speaker.rank is not None]
+    who = ranks_in_words(sorted(ranks)[:_SHOWN], len(job.ranks)) if len(ranks) == len(same) else first.speaker.name
+    where = f" ({first.line})" if first.line else ""
+    says = shorter(first.says)
+    rest = f"; {counted(len(others), 'other')} failed afterwards" if others else ""
+    if known is not None:
+        title, cause, fix, name = f"{who}: {known.title}{where}", known.cause, known.fix, known.name
+    elif first.code == -9 or first.type == "SIGKILL":
+        title, name = f"{who} was killed (SIGKILL){where}{rest}", "killed"
+        cause = "the process was killed from outside: by the kernel because memory ran out, by a scheduler or a person"
+        fix = "look for oom-kill in the output of Slurm, in `dmesg`, or for OOMKilled in `kubectl describe pod`; load"
+        fix += " less data in each rank, use fewer workers of the data loader, or ask for more memory of the host"
+    else:
+        how = "failed in the same way" if len(same) > 1 else "failed first" if others else "failed"
+        title, name = f"{who} {how}: {shorter(first.says, 120)}{where}{rest}", "first_failure"
+        cause = "this rank raised an exception or exited"
+        cause += "; the others lost a peer, or torchrun ended them" if others else ""
+        fix = f"read the traceback in {shorter(first.speaker.path.name, 60)}"
+        fix += f", line {first.order:,}" if first.order else ""
+        if not first.line and first.type.startswith("exit code"):
+            fix = "torchrun saw no traceback: add its --log-dir, or decorate main with"
+            fix += " torch.distributed.elastic.multiprocessing.errors.record"
+    yield Finding(name, "wrong", title, says, cause, fix, tuple(sorted(ranks)[:_SHOWN]))
+
+
+def _known(failure: Failure) -> KnownError | None:
+    known = known_in(failure.says) or known_in(failure.text)
+    return None if known is None or (known.follows and failure.follows) else known
+
+
+_STOPS = {
+    "TIME LIMIT": (
+        "the job reached its time limit",
+        "the job needed longer than --time, or hung: compare the last lines of the ranks",
+        "ask for more time, save checkpoints, and let Slurm signal before the end (#SBATCH --signal=TERM@300)",
+    ),
+    "PREEMPTION": (
+        "the job was preempted",
+        "a job with a higher priority needed the nodes",
+        "save checkpoints, and let the job be requeued (#SBATCH --requeue)",
+    ),
+    "NODE FAILURE": (
+        "a node of the job failed",
+        "Slurm lost the node, by a fault of its hardware or its network",
+        "exclude the node (--exclude) and resume from the last checkpoint; tell the administrators its name",
+    ),
+}
+
+
+def _stops(job: Job) -> list[re.Match[str]]:
+    """Lines in which Slurm says that it ended the job, with the reason."""
+    found = [_CANCELLED.search(line) for line in job.slurm]
+    return [stop for stop in found if stop and stop["why"]]
+
+
+def _stopped(job: Job, after_failure: bool) -> Iterator[Finding]:
+    """What a scheduler ended."""
+    killed = next((line for line in job.slurm if _KILLED_BY_SLURM.search(line)), None)
+    memory = next((line for line in job.kubernetes if "Evicted" not in line and "Deadline" not in line), None)
+    if killed or memory:
+        tasks = [found for line in job.slurm if (found := _TASK_ENDED.search(line)) and "Memory" in found["how"]]
+        where = f" on {tasks[0]['node']}" if tasks else ""
+        yield Finding(
+            "out_of_memory",
+            "wrong",
+            f"the memory of the host ran out{where}, and the kernel killed a process",
+            killed or memory or "",
+            "the processes of the node exceeded the memory that the job asked for (host memory, not GPU memory)",
+            "ask for more (--mem, or resources.limits.memory); use fewer workers of the data loader; do not load the"
+            " whole data or checkpoint in each rank",
+        )
+    for stop in _stops(job)[:1]:
+        why = stop["why"].strip()
+        usual = (f"Slurm cancelled the job: {why.lower()}", "a rule of the cluster", "ask the administrators")
+        title, cause, fix = _STOPS.get(why, usual)
+        yield Finding("stopped_by_scheduler", "wrong", f"{title} ({stop['node']}, {stop['when']})", stop[0], cause, fix)
+    if not after_failure and not _stops(job) and not killed:
+        cancelled = next((found for line in job.slurm if (found := _CANCELLED.search(line))), None)
+        if cancelled:
+            yield Finding(
+                "stopped_by_scheduler",
+                "wrong",
+                f"the job was cancelled ({cancelled['node']}, {cancelled['when']})",
+                cancelled[0],
+                "scancel was called by a person or a script, or srun ended the step because a task had ended",
+                "if nobody cancelled it, look at the task that ended first (lines of srun in the output)",
+            )
+    for line in [line for line in job.kubernetes if "Evicted" in line or "Deadline" in line][:1]:
+        yield Finding(
+            "stopped_by_scheduler",
+            "wrong",
+            "Kubernetes ended a pod",
+            line,
+            "the node was short of a resource, or the job reached activeDeadlineSeconds",
+            "set requests equal to limits for memory and ephemeral storage, or a longer activeDeadlineSeconds",
+        )
+
+
+def _timeouts(job: Job) -> Iterator[Finding]:
+    """Which collective reached its timeout, which ranks waited in it, and which had not called it."""
+    first_rank, first = next(iter(job.timeouts.items()), (0, None))
+    if first is None:
+        return
+    alike = {rank: timeout for rank, timeout in job.timeouts.items() if timeout.group == first.group}
+    first_rank, first = min(alike.items(), key=lambda item: (item[1].number, item[0]))
+    waiting = sorted(rank for rank, timeout in alike.items() if timeout.number == first.number)
+    called = {rank: number for (group, rank), number in job.called.items() if group == first.group}
+    behind = sorted(rank for rank, number in called.items() if number < first.number and rank not in waiting)
+    silent = [rank for rank in job.ranks if rank not in alike and rank not in behind] if first.group == "0" else []
+    other = next((rank for rank in waiting if alike[rank].op != first.op), None)
+    missing = behind or silent
+    if other is not None:
+        title = f"rank {first_rank} called {first.words} and rank {other} {alike[other].words}"
+        cause = "the ranks call different collectives at this point, so that they wait for each other"
+        missing = [first_rank, other]
+    elif missing:
+        title = f"{ranks_in_words(missing[:_SHOWN])} did not call {first.words}, in which the others waited"
+        cause = "the rank took a different branch, failed, or was still busy"
+        if not behind:
+            cause = "their logs have no line of NCCL's watchdog: they failed, hung before this call, or are not here"
+    else:
+        title = f"{first.words} reached its timeout on all ranks that report"
+        cause = "all of them called it: the transfer hung, or a rank whose log is missing here did not call it"
+    evidence = f"{ranks_in_words(waiting[:_SHOWN])} waited {first.seconds:g} s in it"
+    said = [f"rank {rank}: #{called[rank]}" for rank in [*behind, *waiting][:8] if rank in called]
+    evidence += f"; called last: {', '.join(said)}" if said else ""
+    yield Finding(
+        "collective_timeout",
+        "wrong",
+        title,
+        shorter(evidence),
+        cause,
+        "look at what these ranks did at that time: their logs, `py-spy dump`, or the dumps of the flight recorder"
+        " (nccl_trace_rank_*, which `labkit explain` reads); a data loader or checkpoint that takes longer than the"
+        " timeout needs init_process_group(timeout=…)",
+        tuple(missing[:_SHOWN] or waiting[:_SHOWN]),
+    )
+
+
+# ---- tables, notes, figures
+
+_SHOWN = 16
+
+
+def _failure_table(job: Job) -> Table:
+    rows = tuple(
+        (failure.speaker.name, shorter(failure.says, 80), failure.line or "–", _clock(failure.time))
+        for failure in job.failures[:_SHOWN]
+    )
+    return Table(
+        "What failed, in this order", ("who", "error", "at", "time"), rows if len(rows) > 1 else (), ("error", "at")
+    )
+
+
+def _rank_table(job: Job) -> Table:
+    """The last line of each rank, or of who else wrote, those that stopped first at the top."""
+    by_name: dict[str, list[Speaker]] = {}
+    for speaker in job.speakers:
+        if speaker.lines:
+            by_name.setdefault(speaker.name, []).append(speaker)
+    rows = []
+    for name, speakers in by_name.items():
+        last = max(speakers, key=lambda speaker: (speaker.time or 0.0, speaker.ended))
+        rows.append((last.time, name, sum(speaker.lines for speaker in speakers), last.last))
+    rows.sort(key=lambda row: (row[0] is None, row[0] or 0.0))
+    return Table(
+        "The last line of each",
+        ("who", "lines", "time", "line"),
+        tuple((name, f"{lines:,}", _clock(at), shorter(text, 80)) for at, name, lines, text in rows[:_SHOWN]),
+        ("line",),
+    )
+
+
+def _clock(seconds: float | None) -> str:
+    return "–" if seconds is None else time.strftime("%H:%M:%S", time.gmtime(seconds))
+
+
+def _notes(job: Job) -> Iterator[str]:
+    for log in job.logs:
+        if log.cut:
+            yield f"{shorter(log.path.name, 60)} is not read to its end: {log.cut}."
+    if job.earlier:
+        yield (
+            f"torchrun started the ranks {counted(job.earlier + 1, 'time')}; this is about the last attempt. For an"
+            " earlier one, name its folder, such as attempt_0."
+        )
+    unnamed = [speaker for speaker in job.speakers if speaker.rank is None and speaker.lines]
+    if unnamed and not any(speaker.rank is not None for speaker in job.speakers):
+        yield (
+            "The lines do not say of which rank they are: start with torchrun --log-dir DIR --tee 3, or srun --label."
+        )
+    if not job.failures and not job.timeouts and not job.slurm and not job.kubernetes:
+        yield "No error is in these lines. A job that hangs leaves its last lines; the flight recorder says more."
+    if job.failures and all(failure.follows for failure in job.failures) and not job.timeouts:
+        yield "All errors here follow from the end of another rank, whose log is not among these files."
+    names = {speaker.name for speaker in job.speakers if speaker.lines}
+    if len(names) > _SHOWN:
+        yield f"The table has {_SHOWN} of {len(names):,} ranks or other writers of lines, those that stopped first."
+
+
+def _figures(job: Job) -> dict[str, Any]:
+    return {
+        "kind": "logs",
+        "ranks": job.ranks,
+        "failures": [
+            {
+                "who": failure.speaker.name,
+                "rank": failure.speaker.rank,
+                "type": failure.type,
+                "message": failure.message,
+                "at": failure.line or None,
+                "time": failure.time,
+                "exit_code": failure.code,
+                "consequence": failure.follows,
+                "file": str(failure.speaker.path),
+            }
+            for failure in job.failures[:1024]
+        ],
+        "timeouts": [
+            {"rank": rank, "group": timeout.group, "op": timeout.op, "number": timeout.number}
+            for rank, timeout in sorted(job.timeouts.items())
+        ],
+        "scheduler": [*job.slurm, *job.kubernetes][:256],
+        "nccl": nccl.figures(job.nccl) if job.nccl else None,
+    }
