@@ -203,13 +203,13 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     _add_atlas(commands)
 
     explain = commands.add(
-        "explain", "say what happened in a job that ran anywhere, from the files that torch wrote there", json=True
+        "explain", "say what happened in a job that ran anywhere, from the files that it left", json=True
     )
     explain.add_argument(
         "paths",
         metavar="PATH",
         nargs="+",
-        help="traces of torch.profiler or dumps of the flight recorder, one per rank, or their folder",
+        help="traces of torch.profiler, dumps of the flight recorder, logs, or their folder",
     )
 
     add_jobs(commands.add, _add_fields, _number)

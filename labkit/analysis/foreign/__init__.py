@@ -2,8 +2,9 @@
 
 `opening.py` recognises a file by its content and joins the files of the ranks. `chrome.py` reads a trace of torch's
 profiler as a stream, and `profiles.py` says where the time of its ranks went. `flight_recorder.py` reads the dumps that
-torch writes after a timeout, and says which rank is missing in which collective. `page.py` has what each of them
-returns: findings, tables and sentences, for every front end.
+torch writes after a timeout, and says which rank is missing in which collective. `logs.py` reads what ranks, torchrun,
+Slurm and Kubernetes wrote, and `nccl.py` the lines of NCCL among it. `page.py` has what each of them returns: findings,
+tables and sentences, for every front end.
 
 Every file is untrusted: readers have limits, execute nothing, and raise `ForeignError` with one sentence.
 """

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from labkit.analysis.diagnose.finding import Finding, shorter
 from labkit.analysis.diagnose.known_errors import KnownError, known_in
 from labkit.analysis.foreign import nccl
 from labkit.analysis.foreign.chrome import Content
-from labkit.analysis.foreign.page import Page, Table
+from labkit.analysis.foreign.page import ForeignError, Page, Table
 from labkit.common.reading import open_regular
 from labkit.common.units import counted, ranks_in_words
 from labkit.record.ranks import PEER_GONE
-from labkit.record.stacks import clipped, error_in, place
+from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped, error_in, place
 
 # ---- the lines of a file
 
@@ -46,6 +46,7 @@ _PREFIXES = re.compile(
 )
 _TASK = re.compile(r" *(\d{1,7}): ?")  # srun --label
 _TIME = re.compile(rf"(?P<iso>{_ISO})|\[?[EWIF](?P<day>\d{{4}}) (?P<clock>\d\d:\d\d:\d\d\.\d+)")
+_ISO_PARTS = re.compile(r"([\d-]{10})[T _]([\d:]{8})(?:[.,](\d+))?(.*)")
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
 _NO_MESSAGE = re.compile(
@@ -57,6 +58,15 @@ _CRASH = re.compile(
     r"Fatal Python error: (?P<python>.+)|terminate called after throwing an instance of '(?P<thrown>[^']+)'"
     r"|^(?P<shell>Segmentation fault|Bus error|Illegal instruction|Aborted)(?: \(core dumped\))?\s*$"
 )
+_SIGNALS = {
+    "Killed": "SIGKILL",
+    "Terminated": "SIGTERM",
+    "Segmentation fault": "SIGSEGV",
+    "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS",
+}
+_KILLED_BY_SHELL = re.compile(rf": line \d+: +\d+ ({'|'.join(_SIGNALS)})\b")
+_CRASHES = ("Fatal Python", "terminate called", "Segmentation", "Bus error", "Illegal", "Aborted")
 _WHAT = re.compile(r"\s+what\(\): +(?P<message>.+)")
 _WHO = r"\[(?:PG (?:ID )?(?P<group>\d+)[^\]]*? )?Rank (?P<rank>\d+)\] +"
 _WATCHDOG = re.compile(
@@ -79,9 +89,9 @@ _MARKS = re.compile(
     rb"|\w(?:Error|Exception): |\b(?:rank|epoch|step|loss)\b",
     re.IGNORECASE,
 )
-_IN_SLURM = re.compile(r"(?:slurmstepd|srun|sbatch|slurm\w*): |oom[-_]kill")
+_IN_SLURM = re.compile(r"(?:slurm[\w-]*|srun|sbatch): |oom[-_]kill")
 _CANCELLED = re.compile(
-    r"(?:JOB|STEP) (?P<job>[\d._+\w]+) ON (?P<node>\S+) CANCELLED AT (?P<when>\S+)(?: DUE TO (?P<why>[A-Z ]+))?"
+    r"(?P<what>JOB|STEP) [\w.+]+ ON (?P<node>\S+) CANCELLED AT (?P<when>\S+)(?: DUE TO (?P<why>[A-Z ]*[A-Z]))?"
 )
 _TASK_ENDED = re.compile(r"srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>[\d,\-]+): (?P<how>.+)")
 _KILLED_BY_SLURM = re.compile(r"[Dd]etected \d+ oom[-_]kill event|oom[-_]kill event")
@@ -130,15 +140,27 @@ class Speaker:
     task: int | None = None
     local: int | None = None
     rank: int | None = None
+    labelled: bool = False  # by torch's `[rank3]: `, which only stderr has
     lines: int = 0
     last: str = ""
     ended: int = 0  # number of its last line
-    time: float | None = None
+    when: str = ""  # the last time in its lines, as it stands there
+    year: int = 2000  # of times that do not say theirs
     failures: list[Failure] = field(default_factory=list)
     open: list[str] = field(default_factory=list)  # lines of a traceback that has not ended
     whole: list[str] = field(default_factory=list)  # the tracebacks before it in its chain
     begun: int = 0  # number of the line at which it began
     message: Failure | None = None  # whose message may go on
+
+    @property
+    def time(self) -> float | None:
+        """Seconds since 1970 of the last time in its lines."""
+        return _seconds(self.when, self.year)
+
+    @property
+    def only_errors(self) -> bool:
+        """Whether all its lines are of stderr, so that a line after an error belongs to the error."""
+        return self.path.stem == "stderr" or self.labelled
 
     @property
     def name(self) -> str:
@@ -206,6 +228,8 @@ def read_log(path: Path) -> Log:
     """Reads one file, line by line. Raises `OSError` as `open_regular`, and `ForeignError` if it is too large."""
     if path.name == "error.json":
         return _error_file(path)
+    if path.suffix in (".py", ".ipynb", ".sh"):
+        raise ForeignError(f"{shorter(str(path))} is a script; name what a job wrote, such as its logs")
     with open_regular(path) as file:
         content = Content(file, path)
         reader = _Reader(path, time.gmtime(path.stat().st_mtime).tm_year)
@@ -247,7 +271,7 @@ class _Reader:
 
     def _decide(self) -> None:
         """Whether srun has labelled the lines: nearly all of the first ones."""
-        said = [line for line in self._first if line.strip()]
+        said = [line for line in self._first if line.strip() and not _IN_SLURM.match(line)]
         self._tasks = len(said) > 1 and sum(bool(_TASK.match(line)) for line in said) >= 0.9 * len(said)
         first, self._first = self._first, []
         for line in first:
@@ -266,12 +290,12 @@ class _Reader:
     def _add(self, text: str) -> None:
         log = self._log
         log.lines += 1
-        speaker, text, seconds = self._speaker(text)
+        speaker, text, when = self._speaker(text)
         if speaker is None:
             return
-        found = _TIME.match(text) if seconds is None else None
-        seconds = _seconds(found, self._year) if found else seconds
-        speaker.time = seconds if seconds is not None else speaker.time
+        if not when and (found := _TIME.match(text)):
+            when = found[0]
+        speaker.when = when or speaker.when
         if text.strip():
             speaker.lines += 1
             speaker.last, speaker.ended = text, log.lines
@@ -282,14 +306,14 @@ class _Reader:
             self._add_watchdog(speaker, text)
         elif ":" in text or "Cause" in text:
             self._add_summary(speaker, text)
-        if _IN_SLURM.search(text) and len(log.slurm) < _MOST_EVENTS:
-            log.slurm.append(shorter(text))
-        elif _IN_KUBERNETES.search(text) and len(log.kubernetes) < _MOST_EVENTS:
-            log.kubernetes.append(shorter(text))
+        if ("srun" in text or "slurm" in text or "oom" in text) and _IN_SLURM.search(text):
+            log.slurm += [shorter(text)] * (len(log.slurm) < _MOST_EVENTS)
+        elif ("xit " in text or "Reason" in text or "memory" in text or "pod" in text) and _IN_KUBERNETES.search(text):
+            log.kubernetes += [shorter(text)] * (len(log.kubernetes) < _MOST_EVENTS)
 
-    def _speaker(self, text: str) -> tuple[Speaker | None, str, float | None]:
-        """Who wrote a line, the line without its prefixes, and its time."""
-        pod, task, local, rank, seconds = "", None, self._local, self._rank, None
+    def _speaker(self, text: str) -> tuple[Speaker | None, str, str]:
+        """Who wrote a line, the line without its prefixes, and its time as it stands there."""
+        pod, task, local, rank, labelled, when = "", None, self._local, self._rank, False, ""
         if self._tasks and (found := _TASK.match(text)):
             task, text = int(found[1]), text[found.end() :]
         while found := _PREFIXES.match(text):
@@ -298,13 +322,14 @@ class _Reader:
             text = text[found.end() :]
             pod = found["pod"] or pod
             rank = int(found["rank"]) if found["rank"] else rank
+            labelled = labelled or bool(found["rank"])
             local = int(found["local"]) if found["local"] else local
-            seconds = _seconds(found, self._year) if found["time"] else seconds
-        key = pod, task, local, rank
+            when = found["time"] or when
+        key = pod, task, local, rank, labelled
         speaker = self._speakers.get(key)
         if speaker is None and len(self._speakers) < _MOST_SPEAKERS:
-            speaker = self._speakers[key] = Speaker(self._log.path, *key)
-        return speaker, text, seconds
+            speaker = self._speakers[key] = Speaker(self._log.path, *key, year=self._year)
+        return speaker, text, when
 
     # -- errors of a speaker
 
@@ -315,15 +340,19 @@ class _Reader:
             speaker.open = [text]
         elif speaker.open:
             self._go_on(speaker, text)
-        elif crash := _CRASH.search(text):
+        elif text.startswith(_CRASHES) and (crash := _CRASH.search(text)):
             kind = crash["python"] or crash["thrown"] or crash["shell"]
             self._failed(speaker, Failure(speaker, kind, "", text, speaker.time, self._log.lines))
+        elif ": line " in text and (killed := _KILLED_BY_SHELL.search(text)):
+            self._failed(speaker, Failure(speaker, _SIGNALS[killed[1]], "", "", speaker.time, self._log.lines))
         elif speaker.message is not None:
             message = speaker.message
             if what := _WHAT.match(text):
-                message.message = shorter(what["message"], 2000)
-            elif not _NO_MESSAGE.match(text) and not _CHAINED.match(text) and len(message.message) < 2000:
-                message.message += f"\n{text}"
+                message.message = what["message"][:MESSAGE_LIMIT]
+            elif not _NO_MESSAGE.match(text) and not _CHAINED.match(text) and len(message.text) < 2 * TEXT_LIMIT:
+                message.text += f"\n{text}"
+                if speaker.only_errors and len(message.message) < MESSAGE_LIMIT:
+                    message.message += f"\n{text}"
             elif _CHAINED.match(text) or not text.strip():
                 speaker.whole = [*speaker.whole, text][-_MOST_LINES:]
             else:
@@ -375,7 +404,7 @@ class _Reader:
     def _add_summary(self, speaker: Speaker, text: str) -> None:
         """A line of the list of failures that torchrun writes at its end."""
         log, pod = self._log, speaker.pod
-        if (said := _AGENT_SAYS.search(text)) and len(log.agent) < _MOST_EVENTS:
+        if "exitcode" in text and (said := _AGENT_SAYS.search(text)) and len(log.agent) < _MOST_EVENTS:
             log.agent.append((int(said["local"]), int(said["code"])))
             return
         found = _SUMMARY.match(text)
@@ -404,23 +433,23 @@ def _of_path(path: Path) -> tuple[int | None, int | None]:
     return None, int(local) if of_torchrun else None
 
 
-def _seconds(found: re.Match[str], year: int) -> float | None:
-    """Seconds since 1970 of a time in a line; a time without a zone counts as UTC."""
-    groups = found.groupdict()
-    iso = groups.get("time") or groups.get("iso")
+def _seconds(text: str, year: int) -> float | None:
+    """Seconds since 1970 of the time with which a text begins, None if it has none; a time without a zone counts as
+    UTC."""
+    found = _TIME.match(text)
+    if not found:
+        return None
     try:
-        if iso:
-            text = re.sub(r"([.,]\d{6})\d+", r"\1", iso.replace("_", "T").replace(" ", "T").replace(",", "."))
-            when = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        if found["iso"]:
+            day, clock, fraction, zone = _ISO_PARTS.match(found["iso"]).groups()  # type: ignore[union-attr]
+            iso = f"{day}T{clock}.{(fraction or '').ljust(6, '0')[:6]}{'+00:00' if zone == 'Z' else zone or ''}"
+            when = datetime.fromisoformat(iso)
         else:
-            day = groups["day"]
-            when = datetime.fromisoformat(f"{year}-{day[:2]}-{day[2:]}T{groups['clock'][:15]}")
+            day = found["day"]
+            when = datetime.fromisoformat(f"{year}-{day[:2]}-{day[2:]}T{found['clock'][:15]}")
     except ValueError:
         return None
-    return when.timestamp() if when.tzinfo else when.replace(tzinfo=_UTC).timestamp()
-
-
-_UTC = datetime.fromisoformat("2000-01-01T00:00:00+00:00").tzinfo
+    return when.timestamp() if when.tzinfo else when.replace(tzinfo=timezone.utc).timestamp()
 
 
 def _error_file(path: Path) -> Log:
@@ -445,7 +474,7 @@ def _error_file(path: Path) -> Log:
     stack, when = str(extra.get("py_callstack", "")), str(extra.get("timestamp", ""))
     kind, text = error_in(message.strip().splitlines()[-1] if message.strip() else "") or ("error", message)
     seconds = float(when) if when.isdecimal() and len(when) < 12 else None
-    speaker.failures.append(Failure(speaker, kind, shorter(text, 2000), clipped(stack), seconds))
+    speaker.failures.append(Failure(speaker, kind, text[:MESSAGE_LIMIT], clipped(stack), seconds))
     log.speakers.append(speaker)
     return log
 
@@ -484,7 +513,7 @@ class Job:
         }
         pods = {speaker.pod for log in self.logs for speaker in log.speakers}
         alone = len(folders) <= 1 and len(pods) <= 1
-        by_task = not any(log.summary or log.agent for log in self.logs)
+        self._by_task = not any(log.summary or log.agent for log in self.logs)
         for log in self.logs:
             for speaker in log.speakers:
                 if speaker.rank is None and speaker.local is not None:
@@ -493,7 +522,7 @@ class Job:
                         speaker.rank = next(iter(known))
                     elif not known and alone:
                         speaker.rank = speaker.local
-                elif speaker.rank is None and speaker.task is not None and by_task:
+                elif speaker.rank is None and speaker.task is not None and self._by_task:
                     speaker.rank = speaker.task
 
     def _failures(self) -> list[Failure]:
@@ -512,6 +541,8 @@ class Job:
         for log in self.logs:
             for block in log.summary:
                 self._add_block(log, block, found, by_rank)
+        if self._by_task:
+            self._add_tasks(found, by_rank)
         return sorted(found, key=_order)
 
     def _add_block(self, log: Log, block: Mapping[str, str], found: list[Failure], by_rank: dict[int, Failure]) -> None:
@@ -530,8 +561,19 @@ class Job:
         failure = by_rank[rank]
         failure.code = int(code[0]) if code else None
         failure.root = failure.root or bool(block.get("root"))
-        if failure.time is None and (when := _TIME.match(block.get("time", ""))):
-            failure.time = _seconds(when, 2000)
+        if failure.time is None:
+            failure.time = _seconds(block.get("time", ""), 2000)
+
+    def _add_tasks(self, found: list[Failure], by_rank: dict[int, Failure]) -> None:
+        """Ranks of which only srun says how they ended."""
+        for order, ended in enumerate(filter(None, map(_TASK_ENDED.search, self.slurm))):
+            code = re.search(r"exit code (\d{1,4})", ended["how"])
+            kind = f"exit code {code[1]}" if code else _SIGNALS.get(ended["how"].strip(), shorter(ended["how"], 60))
+            for rank in _numbers(ended["tasks"]):
+                if rank not in by_rank:
+                    speaker = Speaker(self.logs[0].path, rank=rank)
+                    by_rank[rank] = Failure(speaker, kind, "", order=order)
+                    found.append(by_rank[rank])
 
     @property
     def ranks(self) -> list[int]:
@@ -540,6 +582,16 @@ class Job:
         said = {speaker.rank for speaker in self.speakers if speaker.rank is not None}
         failed = {failure.speaker.rank for failure in self.failures if failure.speaker.rank is not None}
         return sorted({*said, *failed, *self.timeouts, *(rank for _, rank in self.called), *of_nccl})
+
+
+def _numbers(text: str) -> list[int]:
+    """The numbers of `0,2-3`, at most 1,024."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal() and (last or first).isdecimal() and len(part) < 16:
+            numbers += range(int(first), min(int(last or first), int(first) + 1024) + 1)
+    return numbers[:1024]
 
 
 def _order(failure: Failure) -> tuple[bool, bool, float, int]:
@@ -604,7 +656,10 @@ def _alike(failure: Failure) -> tuple[str, str]:
 
 def _failed(job: Job, explained: bool) -> Iterator[Finding]:
     """The rank that failed first, and what with."""
-    if not job.failures or ((first := job.failures[0]).follows and (job.timeouts or _stops(job))):
+    if not job.failures:
+        return
+    first = job.failures[0]
+    if first.follows and (job.timeouts or _cancelled(job)):
         return
     known = _known(first)
     if known is not None and known.name == "nccl" and explained:
@@ -628,12 +683,19 @@ def _failed(job: Job, explained: bool) -> Iterator[Finding]:
         title, name = f"{who} {how}: {shorter(first.says, 120)}{where}{rest}", "first_failure"
         cause = "this rank raised an exception or exited"
         cause += "; the others lost a peer, or torchrun ended them" if others else ""
-        fix = f"read the traceback in {shorter(first.speaker.path.name, 60)}"
+        fix = f"read the traceback in {_file(first.speaker.path)}"
         fix += f", line {first.order:,}" if first.order else ""
-        if not first.line and first.type.startswith("exit code"):
+        if not first.text:
+            fix = f"read what {who} wrote last; srun --label and torchrun --tee 3 say who wrote a line"
+        if not first.text and first.root:
             fix = "torchrun saw no traceback: add its --log-dir, or decorate main with"
             fix += " torch.distributed.elastic.multiprocessing.errors.record"
     yield Finding(name, "wrong", title, says, cause, fix, tuple(sorted(ranks)[:_SHOWN]))
+
+
+def _file(path: Path) -> str:
+    """The end of a path that tells the files of a job apart: `attempt_0/2/stderr.log`."""
+    return shorter("/".join(path.parts[-3 if path.stem in ("stdout", "stderr", "error") else -1 :]), 60)
 
 
 def _known(failure: Failure) -> KnownError | None:
@@ -660,10 +722,11 @@ _STOPS = {
 }
 
 
-def _stops(job: Job) -> list[re.Match[str]]:
-    """Lines in which Slurm says that it ended the job, with the reason."""
-    found = [_CANCELLED.search(line) for line in job.slurm]
-    return [stop for stop in found if stop and stop["why"]]
+def _cancelled(job: Job) -> re.Match[str] | None:
+    """The line in which Slurm says that it ended the job, if possible with the reason. A step alone is also ended
+    because one of its tasks has failed."""
+    ended = [end for end in map(_CANCELLED.search, job.slurm) if end and (end["why"] or end["what"] == "JOB")]
+    return max(ended, key=lambda end: bool(end["why"]), default=None)
 
 
 def _stopped(job: Job, after_failure: bool) -> Iterator[Finding]:
@@ -682,22 +745,15 @@ def _stopped(job: Job, after_failure: bool) -> Iterator[Finding]:
             "ask for more (--mem, or resources.limits.memory); use fewer workers of the data loader; do not load the"
             " whole data or checkpoint in each rank",
         )
-    for stop in _stops(job)[:1]:
-        why = stop["why"].strip()
-        usual = (f"Slurm cancelled the job: {why.lower()}", "a rule of the cluster", "ask the administrators")
-        title, cause, fix = _STOPS.get(why, usual)
-        yield Finding("stopped_by_scheduler", "wrong", f"{title} ({stop['node']}, {stop['when']})", stop[0], cause, fix)
-    if not after_failure and not _stops(job) and not killed:
-        cancelled = next((found for line in job.slurm if (found := _CANCELLED.search(line))), None)
-        if cancelled:
-            yield Finding(
-                "stopped_by_scheduler",
-                "wrong",
-                f"the job was cancelled ({cancelled['node']}, {cancelled['when']})",
-                cancelled[0],
-                "scancel was called by a person or a script, or srun ended the step because a task had ended",
-                "if nobody cancelled it, look at the task that ended first (lines of srun in the output)",
-            )
+    end = _cancelled(job)
+    if end is not None and (end["why"] or not after_failure):
+        usual = (
+            f"Slurm cancelled the job{': ' + end['why'].lower() if end['why'] else ''}",
+            "scancel was called, by a person or a script",
+            "if nobody called it, ask the administrators of the cluster",
+        )
+        title, cause, fix = _STOPS.get(end["why"] or "", usual)
+        yield Finding("stopped_by_scheduler", "wrong", f"{title} ({end['node']}, {end['when']})", end[0], cause, fix)
     for line in [line for line in job.kubernetes if "Evicted" in line or "Deadline" in line][:1]:
         yield Finding(
             "stopped_by_scheduler",
@@ -760,9 +816,8 @@ def _failure_table(job: Job) -> Table:
         (failure.speaker.name, shorter(failure.says, 80), failure.line or "–", _clock(failure.time))
         for failure in job.failures[:_SHOWN]
     )
-    return Table(
-        "What failed, in this order", ("who", "error", "at", "time"), rows if len(rows) > 1 else (), ("error", "at")
-    )
+    several = len(rows) > 1 and not all(failure.follows for failure in job.failures)
+    return Table("What failed, in this order", ("who", "error", "at", "time"), rows if several else (), ("error", "at"))
 
 
 def _rank_table(job: Job) -> Table:
@@ -798,13 +853,14 @@ def _notes(job: Job) -> Iterator[str]:
             " earlier one, name its folder, such as attempt_0."
         )
     unnamed = [speaker for speaker in job.speakers if speaker.rank is None and speaker.lines]
-    if unnamed and not any(speaker.rank is not None for speaker in job.speakers):
+    if unnamed and not job.ranks:
         yield (
             "The lines do not say of which rank they are: start with torchrun --log-dir DIR --tee 3, or srun --label."
         )
     if not job.failures and not job.timeouts and not job.slurm and not job.kubernetes:
         yield "No error is in these lines. A job that hangs leaves its last lines; the flight recorder says more."
-    if job.failures and all(failure.follows for failure in job.failures) and not job.timeouts:
+    follow = bool(job.failures) and all(failure.follows for failure in job.failures)
+    if follow and not job.timeouts and _cancelled(job) is None:
         yield "All errors here follow from the end of another rank, whose log is not among these files."
     names = {speaker.name for speaker in job.speakers if speaker.lines}
     if len(names) > _SHOWN:
