@@ -31,6 +31,7 @@ TABS = {
     "Timeline": ".labkit-timeline .main-svg",
     "Memory": ".labkit-memory .main-svg",
     "Compare": ".labkit-card button",
+    "Open…": ".labkit-paths input",
 }
 
 NAMELESS = f"""panel => {{

@@ -46,6 +46,14 @@ WATCH = """
 from labkit import run, show
 show(run("held.py", nproc=2, device="cpu"))
 """
+LOG = """[rank0]: step 1
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/me/train.py", line 88, in step
+[rank1]: RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x4 and 5x3)
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/home/me/train.py", line 90, in step
+[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:20697
+"""
 LESSON = LAB.replace("epochs=1", "steps=60") + WATCH + COMPARE
 
 
@@ -92,6 +100,7 @@ def test_the_panel_is_never_blank(page, jupyter):
     nothing_is_cut_off(panel)
     the_prediction_stands_beside_the_measurement(page, panel)
     recorded_runs_are_compared(page, panel)
+    logs_of_another_job_are_opened(page, panel, jupyter)
     the_start_of_ranks_is_followed(page, jupyter)
     run_cell(page, 2)
     last = page.locator(".jp-CodeCell").last
@@ -216,6 +225,24 @@ def escape_closes_the_options(page: sync_api.Page, panel: sync_api.Locator) -> N
         page.keyboard.press("Escape")
         sync_api.expect(popover).to_be_hidden()
         sync_api.expect(more).to_be_focused()
+
+
+def logs_of_another_job_are_opened(page: sync_api.Page, panel: sync_api.Locator, jupyter: Jupyter) -> None:
+    (jupyter.work / "labs" / "job-7.out").write_text(LOG)
+    panel.get_by_role("tab", name="Open…").click()
+    tab = panel.locator(".labkit-opened")
+    sync_api.expect(tab).to_contain_text("of a job that ran anywhere")
+    picture(page, "43-open")
+    tab.get_by_role("combobox").fill("job-8.out")
+    page.keyboard.press("Enter")
+    sync_api.expect(tab.get_by_role("alert")).to_contain_text("job-8.out cannot be read: No such file or directory")
+    tab.get_by_role("combobox").fill("job-*.out")
+    tab.get_by_role("button", name="Open").click()
+    sync_api.expect(tab).to_contain_text("rank 1 failed first: RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+    sync_api.expect(tab.locator("tr", has_text="rank 0").last).to_be_visible()
+    sync_api.expect(tab.get_by_role("alert")).to_have_count(0)
+    picture(page, "44-opened")
+    nothing_is_cut_off(panel)
 
 
 def recorded_runs_are_compared(page: sync_api.Page, panel: sync_api.Locator) -> None:

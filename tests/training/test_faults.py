@@ -54,8 +54,8 @@ def check_replay(folder: RunFolder) -> None:
     """The recorded run opens in the panel, with its script and the diff, and plays to its end."""
     lab = reading(Lab(recorded=folder.path))
     wait_until(lambda: lab._open is not None and not lab._starting)
-    assert text_of(lab._sources.script.value).strip() == folder.text(folder.script).strip()
-    assert "(injected)" in text_of(lab._sources.diff.value)
+    assert text_of(lab._sources().script.value).strip() == folder.text(folder.script).strip()
+    assert "(injected)" in text_of(lab._sources().diff.value)
     lab._view.replay.set_speed(16.0)
     lab._view.replay.play()
     wait_until(lambda: lab._view.state.over)
@@ -66,14 +66,14 @@ def check_replay(folder: RunFolder) -> None:
 def test_the_panel_shows_the_script_that_run_executes(fault):
     chosen = {"strategy": "ddp", "workload": "mlp", "nproc": 2, "device": "cpu"} | LENGTH.get(fault, {"steps": 12})
     lab = reading(Lab(**chosen))
-    healthy = lab._sources.script.value
+    healthy = lab._sources().script.value
     lab._choices._settings.fault.value = fault
-    assert text_of(lab._sources.script.value).strip() == write_script(lab.spec).strip()
-    assert lab._sources.script.value != healthy and "(injected)" in text_of(lab._sources.diff.value)
+    assert text_of(lab._sources().script.value).strip() == write_script(lab.spec).strip()
+    assert lab._sources().script.value != healthy and "(injected)" in text_of(lab._sources().diff.value)
     opened = reading(Lab(**chosen, fault=fault))
-    assert (opened.spec, opened._sources.diff.value) == (lab.spec, lab._sources.diff.value)
+    assert (opened.spec, opened._sources().diff.value) == (lab.spec, lab._sources().diff.value)
     lab._choices._settings.fault.value = None
-    assert lab._sources.script.value == healthy
+    assert lab._sources().script.value == healthy
 
 
 @pytest.mark.parametrize("order", [("single", "ddp"), ("ddp", "single")])

@@ -70,6 +70,8 @@ def _files(paths: Iterable[Path]) -> list[Path]:
         if not os.path.isdir(path):  # noqa: PTH112 a name that is too long is no folder
             files.append(path)
             continue
+        if (path / "spec.json").is_file() and (path / "events").is_dir():
+            raise ForeignError(f"{path} is a run of the lab; show it with: labkit show {path}")
         within = [file for file in _opened(path, _within) if _is_known(file)]
         if not within:
             raise ForeignError(f"{path} has no file that can be explained; it reads {_known()}")

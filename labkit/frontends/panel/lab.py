@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import ipywidgets
 
@@ -30,12 +30,30 @@ from labkit.setup.machine import Machine
 
 if TYPE_CHECKING:
     from labkit.frontends.panel.compare import CompareTab
+    from labkit.frontends.panel.opened import OpenTab
     from labkit.frontends.panel.sources import Sources
 
-_TABS = ("Live", "Script & diff", "Logs", "Timeline", "Memory", "Compare")
-_SOURCES, _COMPARE = 1, 5
+_Tab = TypeVar("_Tab", "Sources", "CompareTab", "OpenTab")
+_TABS = ("Live", "Script & diff", "Logs", "Timeline", "Memory", "Compare", "Open…")
+_SOURCES, _COMPARE, _OPEN = 1, 5, 6
 _PICTURED = 1.5  # seconds that the page has for its first picture, before a warm server imports torch beside it
 _RUN_HINT = "Generate the script and launch it with torchrun"
+
+
+class Later(Generic[_Tab]):
+    """The content of a tab, which is made when it is first needed."""
+
+    def __init__(self, make: Callable[[], _Tab]):
+        self._make = make
+        self.made: _Tab | None = None
+        self.box = widgets.VBox()
+        self.box.add_class("labkit-later")
+
+    def __call__(self) -> _Tab:
+        if self.made is None:
+            self.made = self._make()
+            self.box.children = (self.made.widget,)
+        return self.made
 
 
 class Lab:
@@ -71,8 +89,8 @@ class Lab:
         self._open: RunFolder | None = None  # the recorded run that is shown
         self._static: StaticFigures | None = None
         self._run: Run | None = None
-        self._made_sources: Sources | None = None  # made when its tab is opened, as the next one
-        self._made_compare: CompareTab | None = None
+        self._sources, self._compare = Later(self._make_sources), Later(self._make_compare)
+        self._files = Later(_make_files)
         self._starting = False  # whether a thread starts a run or opens a recorded one
         self._make(presentation)
         self._changed()
@@ -97,16 +115,14 @@ class Lab:
         self._run_button.add_class("labkit-run")
         self._batch = widgets.HTML()
         view, choices = self._view, self._choices
-        self._sources_box, self._compare_box = widgets.VBox(), widgets.VBox()
-        self._sources_box.add_class("labkit-later")
-        self._compare_box.add_class("labkit-later")
         shown = (
             view.live,
-            self._sources_box,
+            self._sources.box,
             view.logs.widget,
             view.timeline.widget,
             view.memory.widget,
-            self._compare_box,
+            self._compare.box,
+            self._files.box,
         )
         self._tabs = tabs = ipywidgets.Tab(shown, titles=_TABS, selected_index=0)
         tabs.add_class("labkit-tabs")
@@ -126,27 +142,21 @@ class Lab:
         self._widget = widgets.VBox([style(), self._head, actions, tabs])
         self._widget.add_class("labkit")
 
-    @property
-    def _sources(self) -> Sources:
-        if self._made_sources is None:
-            from labkit.frontends.panel.sources import Sources
+    def _make_sources(self) -> Sources:
+        from labkit.frontends.panel.sources import Sources
 
-            self._made_sources = Sources(lambda: self._open or self._ready())
-            self._sources_box.children = (self._made_sources.widget,)
-        return self._made_sources
+        return Sources(lambda: self._open or self._ready())
 
-    @property
-    def _compare(self) -> CompareTab:
-        if self._made_compare is None:
-            from labkit.frontends.panel.compare import CompareTab
+    def _make_compare(self) -> CompareTab:
+        from labkit.frontends.panel.compare import CompareTab
 
-            self._made_compare = CompareTab(self._comparable, lambda: self._starting or self._view.busy, self._cold)
-            self._compare_box.children = (self._made_compare.widget,)
-        return self._made_compare
+        return CompareTab(self._comparable, lambda: self._starting or self._view.busy, self._cold)
 
     def _turned(self, change: dict[str, Any]) -> None:
         if change["new"] == _COMPARE:
-            self._compare.opened()
+            self._compare().opened()
+        elif change["new"] == _OPEN:
+            self._files().opened()
         with self._drawing, suppress(SpecError):
             self._draw_tab()
 
@@ -215,11 +225,11 @@ class Lab:
         Raises `SpecError` if what is chosen cannot run."""
         if self._tabs.selected_index == _SOURCES:
             if self._open is not None:
-                self._sources.show_recorded(self._open)
+                self._sources().show_recorded(self._open)
             else:
-                self._sources.show(self._choices.spec())
+                self._sources().show(self._choices.spec())
         elif self._tabs.selected_index == _COMPARE and self._open is None:
-            self._compare.refresh()
+            self._compare().refresh()
 
     def _comparable(self) -> dict[str, Any]:
         spec = self._choices.spec()
@@ -294,7 +304,7 @@ class Lab:
     def _start(self) -> None:
         if self._starting or self._view.busy:
             return
-        if self._made_compare is not None and self._made_compare.busy:
+        if self._compare.made is not None and self._compare.made.busy:
             self._view.complain("a comparison is running; stop it or wait until it finishes")
             return
         if (spec := self._ready()) is None:
@@ -327,6 +337,12 @@ class Lab:
             self._instead.offer(state.spec)
         if self._static is not None and not self._view.recorded:
             self._static.fill(name, state)
+
+
+def _make_files() -> OpenTab:
+    from labkit.frontends.panel.opened import OpenTab
+
+    return OpenTab()
 
 
 def _batch_html(sentence: str) -> str:

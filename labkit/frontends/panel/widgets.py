@@ -43,4 +43,4 @@ Box, HBox, VBox = (partial(_made, kind) for kind in (ipywidgets.Box, ipywidgets.
 Button, ToggleButton = partial(_made, ipywidgets.Button), partial(_made, ipywidgets.ToggleButton)
 ToggleButtons, Dropdown = partial(_made, ipywidgets.ToggleButtons), partial(_made, ipywidgets.Dropdown)
 Text, BoundedIntText = partial(_made, ipywidgets.Text), partial(_made, ipywidgets.BoundedIntText)
-Checkbox = partial(_made, ipywidgets.Checkbox)
+Combobox, Checkbox = partial(_made, ipywidgets.Combobox), partial(_made, ipywidgets.Checkbox)
