@@ -23,13 +23,15 @@ def step(number: int, start: float, lasts: float) -> dict[str, Any]:
     return event("user_annotation", f"ProfilerStep#{number}", start, lasts)
 
 
-def kernel(start: float, lasts: float, name: str = GEMM, launched: float | None = None, **args: Any) -> list[dict]:
+def kernel(
+    start: float, lasts: float, name: str = GEMM, launched: float | None = None, stream: int = 7, **args: Any
+) -> list[dict]:
     """A kernel, with the call that launched it 5 µs before, or at `launched`."""
     number = next(_numbers)
     at = start - 5 if launched is None else launched
     return [
         event("cuda_runtime", "cudaLaunchKernel", at, 2, correlation=number),
-        event("kernel", name, start, lasts, correlation=number, stream=7, device=0, **args),
+        event("kernel", name, start, lasts, correlation=number, stream=stream, device=0, **args),
     ]
 
 

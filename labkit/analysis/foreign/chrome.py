@@ -204,6 +204,7 @@ class Args(msgspec.Struct, rename=_ARGS):
     """What is needed of the arguments of an event; the file may have any type in any field."""
 
     correlation: Any = None
+    stream: Any = None
     collective: Any = None
     elements_in: Any = None
     elements_out: Any = None
@@ -235,28 +236,29 @@ class Call(NamedTuple):
 
 @dataclass
 class Spans:
-    """Events of one kind: when they start and end, in seconds, their name as an index of `Profile.names`, and when the
-    CPU launched them or, of what ran on the CPU, in which thread."""
+    """Events of one kind: when they start and end, in seconds, their name as an index of `Profile.names`, when the CPU
+    launched them (what ran on the CPU: when it started), and their stream or thread."""
 
     start: Numbers
     end: Numbers
     name: NDArray[np.int64]
     origin: Numbers
+    lane: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.start)
 
-    def where(self, chosen: NDArray[np.bool_]) -> Spans:
+    def where(self, chosen: NDArray[Any]) -> Spans:
         """Some of them."""
-        return Spans(self.start[chosen], self.end[chosen], self.name[chosen], self.origin[chosen])
+        return Spans(self.start[chosen], self.end[chosen], self.name[chosen], self.origin[chosen], self.lane[chosen])
 
 
 @dataclass
 class Profile:
     """One file. Seconds count from `base`, in nanoseconds since 1970. `rank`, `world_size` and `backend` are None if
     the file has no `distributedInfo`; `device` is the name of the GPU, empty if nothing ran on one. `steps` are the
-    numbers of `ProfilerStep#N` with start and end; `launches` is when the CPU launched something. `notes` are sentences
-    about what the file does not have; `sampled` says whether events were left out of it.
+    numbers of `ProfilerStep#N` with start and end; `waits` is when the CPU began and ended to wait for the GPU.
+    `notes` are sentences about what the file does not have; `sampled` says whether events were left out of it.
     """
 
     path: Path
@@ -272,6 +274,7 @@ class Profile:
     gpu: Spans = field(default_factory=lambda: _spans(array("d")))
     cpu: Spans = field(default_factory=lambda: _spans(array("d")))
     calls: list[Call] = field(default_factory=list)
+    waits: list[tuple[float, float]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sampled: bool = False
 
@@ -282,6 +285,7 @@ _NUMBERED = {"cpu_op", "user_annotation", "python_function", "cpu_instant_event"
 _STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,15})")
 _ON_CPU_CALL = re.compile(r"(?:gloo|mpi|ucc):(\w+)")
 COLLECTIVE_KERNEL = re.compile(r"^(?:nccl|rccl|mscclpp).*Kernel", re.IGNORECASE)
+_WAIT = re.compile(r"^(?:cuda|hip|cu)\w*Synchronize|^(?:cuda|hip)Memcpy(?:WithStream)?$")
 _LAUNCH = -2  # in place of a name
 _MOST_NAMES = 200_000
 _LONGEST_NAME = 300  # characters
@@ -307,7 +311,8 @@ class _Collector:
 
     def __init__(self) -> None:
         self.names: dict[str, int] = {}
-        self.gpu, self.cpu = array("d"), array("d")  # start, end, name, and correlation or thread, of one after another
+        self.gpu, self.cpu = array("d"), array("d")  # start, end, name, correlation, stream or thread, and so on
+        self.waits: list[tuple[float, float]] = []
         self.launches = array("d")  # correlation and start
         self.annotated: list[tuple[int, float, float]] = []
         self.calls: list[Call] = []  # in microseconds, launched by the call with this correlation
@@ -326,18 +331,21 @@ class _Collector:
             if not (_is_time(start) and _is_time(lasts) and lasts >= 0 and isinstance(name, str)):
                 self.wrong += 1
             elif on_gpu:
-                self._on_gpu(name, start, start + lasts, _args(event))
+                self._on_gpu(name, start, start + lasts, event.tid, _args(event))
             elif launch:
                 correlation = _args(event).correlation
                 if _is_time(correlation):
                     self.launches.extend((correlation, start))
-                self.cpu.extend((start, start + lasts, _LAUNCH, self._thread(event.tid)))
+                self.cpu.extend((start, start + lasts, _LAUNCH, -1, self._thread(event.tid)))
+                if _WAIT.match(name):
+                    self.waits.append((start, start + lasts))
             else:
                 self._on_cpu(category, name, start, start + lasts, event)
 
-    def _on_gpu(self, name: str, start: float, end: float, args: Args) -> None:
+    def _on_gpu(self, name: str, start: float, end: float, thread: Any, args: Args) -> None:
         correlation = args.correlation if _is_time(args.correlation) else -1
-        self.gpu.extend((start, end, self._name(name), correlation))
+        stream = self._thread(thread if args.stream is None else args.stream)
+        self.gpu.extend((start, end, self._name(name), correlation, stream))
         if COLLECTIVE_KERNEL.match(name):
             self.calls.append(_call(args, name, start, end, correlation))
 
@@ -348,7 +356,7 @@ class _Collector:
             if type(number) is int and number < 1 << 53:
                 self.highest = max(self.highest, number + 1)
         if category == "cpu_op":
-            self.cpu.extend((start, end, self._name(name), self._thread(event.tid)))
+            self.cpu.extend((start, end, self._name(name), -1, self._thread(event.tid)))
         elif category == "user_annotation":
             step, call = _STEP.match(name), _ON_CPU_CALL.fullmatch(name)
             if step:
@@ -441,10 +449,14 @@ def _fill(profile: Profile, collected: _Collector) -> None:
     _, at = np.unique(launches[:, 0], return_index=True)
     launches = launches[at]
     gpu, cpu = _spans(collected.gpu), _spans(collected.cpu)
-    gpu.origin = _launched(gpu.origin, launches)
+    gpu.origin, cpu.origin = _launched(gpu.origin, launches), cpu.start
     for spans in (gpu, cpu):
-        spans.start, spans.end = ((times - first) * _MICROSECOND for times in (spans.start, spans.end))
-    gpu.origin = (gpu.origin - first) * _MICROSECOND
+        spans.start, spans.end, spans.origin = (
+            (times - first) * _MICROSECOND for times in (spans.start, spans.end, spans.origin)
+        )
+    profile.waits = sorted(
+        ((begin - first) * _MICROSECOND, (end - first) * _MICROSECOND) for begin, end in collected.waits
+    )
     profile.gpu, profile.cpu = gpu, cpu
     profile.steps = sorted(
         (number, (start - first) * _MICROSECOND, (end - first) * _MICROSECOND)
@@ -460,10 +472,10 @@ def _fill(profile: Profile, collected: _Collector) -> None:
 
 
 def _spans(values: array[float]) -> Spans:
-    columns = np.array(values).reshape(-1, 4)
+    columns = np.array(values).reshape(-1, 5)
     order = np.argsort(columns[:, 0], kind="stable")
-    start, end, name, origin = columns[order].T
-    return Spans(start, end, name.astype(np.int64), origin)
+    start, end, name, origin, lane = columns[order].T
+    return Spans(start, end, name.astype(np.int64), origin, lane.astype(np.int64))
 
 
 def _launched(correlations: Numbers, launches: Numbers) -> Numbers:

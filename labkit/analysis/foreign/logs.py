@@ -206,9 +206,9 @@ class Log:
     cut: str = ""
 
 
-def looks_like_log(head: bytes) -> bool:
-    """Whether the beginning of a file is text."""
-    if b"\0" in head:
+def looks_like_log(path: Path, head: bytes) -> bool:
+    """Whether a file can be a log: it begins with text, and is no JSON, except torchrun's `error.json`."""
+    if b"\0" in head or (".json" in path.suffixes and path.name != "error.json"):
         return False
     try:
         head.decode()

@@ -117,7 +117,7 @@ def _kind(path: Path) -> Kind:
             keys.append((key.start(), kind))
     if keys:
         return min(keys, key=lambda pair: pair[0])[1]
-    if logs.looks_like_log(head):
+    if logs.looks_like_log(path, head):
         return LOGS
     raise ForeignError(f"{path} is nothing that can be explained; name {_known()}")
 

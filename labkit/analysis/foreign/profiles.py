@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.analysis.diagnose.finding import Finding, shorter
+from labkit.analysis.foreign import critical_path
 from labkit.analysis.foreign.chrome import COLLECTIVE_KERNEL, Call, Numbers, Profile, Spans
 from labkit.analysis.foreign.page import Page, Table
 from labkit.analysis.metrics import median
@@ -170,7 +171,8 @@ def _what_ran(profile: Profile) -> tuple[Spans, NDArray[np.int64]]:
     kinds = by_name[name]
     order = np.argsort(start, kind="stable")
     order = order[kinds[order] != NEITHER]
-    return Spans(start[order], end[order], name[order], start[order]), kinds[order]
+    lane = np.concatenate((cpu.lane, np.full(len(calls), -1)))
+    return Spans(start[order], end[order], name[order], start[order], lane[order]), kinds[order]
 
 
 def _kind_of(name: str) -> int:
@@ -221,20 +223,19 @@ def kernels(analysed: Sequence[Analysed]) -> list[Kernel]:
     for rank in analysed:
         names, spans = rank.profile.names, rank.spans
         chosen = spans.name >= 0
-        lasts = spans.end - spans.start if len(rank.profile.gpu) else _own_seconds(rank.profile, spans)
+        lasts = spans.end - spans.start if len(rank.profile.gpu) else _own_seconds(spans)
         for number, spent in zip(spans.name[chosen].tolist(), lasts[chosen].tolist()):
             seconds[names[number]] += spent
             counts[names[number]] += 1
     return [Kernel(name, counts[name], spent) for name, spent in seconds.most_common()]
 
 
-def _own_seconds(profile: Profile, spans: Spans) -> Numbers:
+def _own_seconds(spans: Spans) -> Numbers:
     """How long each operator ran without those that it called: those in the same thread during it."""
-    threads = dict(zip(zip(profile.cpu.start.tolist(), profile.cpu.name.tolist()), profile.cpu.origin.tolist()))
     own = spans.end - spans.start
-    running: dict[float, list[int]] = defaultdict(list)
-    for number, (start, end, name) in enumerate(zip(spans.start, spans.end, spans.name)):
-        stack = running[threads.get((start, name), -1)]
+    running: dict[int, list[int]] = defaultdict(list)
+    for number, (start, end, thread) in enumerate(zip(spans.start, spans.end, spans.lane.tolist())):
+        stack = running[thread]
         while stack and spans.end[stack[-1]] <= start:
             stack.pop()
         if stack:
@@ -487,7 +488,8 @@ def explain(profiles: Sequence[Profile]) -> Page:
     late = arrivals(analysed)
     time, found = kernels(analysed), collectives(analysed)
     tables = [_rank_table(analysed), _step_table(analysed[0]), _kernel_table(analysed, time)]
-    tables += [_collective_table(found), _group_table(analysed[0].profile)]
+    path = _path(max(analysed, key=lambda rank: rank.total.span))
+    tables += [_path_table(path), _collective_table(found), _group_table(analysed[0].profile)]
     if late is not None:
         tables.insert(0, _arrival_table(late))
     return Page(
@@ -495,7 +497,59 @@ def explain(profiles: Sequence[Profile]) -> Page:
         findings=findings(analysed, late),
         tables=[table for table in tables if table.rows],
         notes=[*_notes(analysed, late, found)],
-        figures=_figures(analysed, late, time, found),
+        figures=_figures(analysed, late, time, found, path),
+    )
+
+
+@dataclass(frozen=True)
+class RankPath:
+    """The critical path of a rank, and its parts in words, the longest first: seconds on it, and of a step without."""
+
+    rank: Analysed
+    seconds: float
+    parts: list[tuple[str, float, float | None]]
+
+
+_PARTS = {
+    COMPUTATION: "computation",
+    COMMUNICATION: "communication",
+    COPY: "copies",
+    critical_path.CPU: "the CPU: Python, operators, launches",
+    critical_path.DELAY: "delays that the trace does not explain",
+}
+
+
+def _path(rank: Analysed) -> RankPath | None:
+    """The critical path through the complete steps of a rank; None if its file does not have what is needed."""
+    begin = min((start for _, start, _ in rank.steps), default=math.inf)
+    chosen = rank.spans.origin >= begin
+    if not len(rank.profile.gpu) or rank.profile.sampled or not rank.by_step:
+        return None
+    spans = rank.spans.where(chosen)
+    found = critical_path.critical_path(spans, rank.kinds[chosen], COMMUNICATION, rank.profile.waits, rank.steps)
+    if found is None:
+        return None
+    largest = sorted(found.by_part.items(), key=lambda part: -part[1])
+    parts = [(_PARTS[part], seconds, found.without.get(part)) for part, seconds in largest if seconds]
+    parts += [(_short(rank.profile.names[name]), seconds, without) for name, seconds, without in found.kernels]
+    return RankPath(rank, found.seconds, parts)
+
+
+def _path_table(path: RankPath | None) -> Table:
+    heads = ("on the path", "per step", "share", "a step without it")
+    if path is None:
+        return Table("", heads, ())
+    rows = [
+        (
+            shorter(name, 60),
+            milliseconds(seconds),
+            _share(seconds, path.seconds),
+            "–" if rest is None else milliseconds(rest),
+        )
+        for name, seconds, rest in path.parts
+    ]
+    return Table(
+        f"Critical path{_where(path.rank)}, and what a step would take at least (replayed)", heads, tuple(rows)
     )
 
 
@@ -629,7 +683,11 @@ def _notes(analysed: Sequence[Analysed], late: Arrivals | None, found: Sequence[
 
 
 def _figures(
-    analysed: Sequence[Analysed], late: Arrivals | None, time: Sequence[Kernel], found: Sequence[Collectives]
+    analysed: Sequence[Analysed],
+    late: Arrivals | None,
+    time: Sequence[Kernel],
+    found: Sequence[Collectives],
+    path: RankPath | None,
 ) -> dict[str, Any]:
     ranks = [
         {
@@ -653,7 +711,13 @@ def _figures(
         "kernels": [asdict(kernel) for kernel in time[:100]],
         "collectives": [asdict(row) for row in found],
         "arrivals": None if late is None else asdict(late),
+        "critical_path": None if path is None else _path_json(path),
     }
+
+
+def _path_json(path: RankPath) -> dict[str, Any]:
+    parts = [{"part": name, "seconds": seconds, "without_seconds": rest} for name, seconds, rest in path.parts]
+    return {"rank": path.rank.profile.rank, "step_seconds": path.seconds, "parts": parts}
 
 
 def _breakdown_json(total: Breakdown) -> dict[str, float]:
