@@ -30,6 +30,7 @@ COMMANDS = {
         pages.handout,
         project.lab,
         runs.logs,
+        project.mcp,
         pages.notebook,
         runs.pack,
         pages.predict,

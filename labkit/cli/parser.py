@@ -286,6 +286,10 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     glossary.add_argument(
         "term", metavar="TERM", nargs="*", help="for example: reduce-scatter (default: list all terms)"
     )
+    mcp = commands.add("mcp", "serve the lab to assistants in an editor or JupyterLab, over MCP on stdin and stdout")
+    mcp.add_argument(
+        "--allow-run", action="store_true", help="assistants may also start and stop runs (default: they only read)"
+    )
     commands.add("schema", "print the JSON Schemas of the recorded events and of the summary", json=True)
     claims = commands.add("claims", "test common claims about distributed training on this machine", json=True)
     claims.add_argument("names", metavar="NAME", nargs="*", help="claims to test (default: all)")
@@ -432,6 +436,7 @@ _EXTRAS = {
     "setup": ("lab",),
     "lab": ("lab",),
     "handout": ("handout",),
+    "mcp": ("mcp",),
     "test": _DEVELOPMENT,
     "bench": _DEVELOPMENT,
 } | dict.fromkeys(

@@ -191,6 +191,14 @@ def _ensure(what: str, programs: Sequence[str], *packages: str) -> None:
 # ---- the commands progress, claims, schema, doctor and bench
 
 
+def mcp(args: argparse.Namespace) -> int:
+    """Serves the lab to an assistant until it closes the standard input."""
+    from labkit.cli.mcp_server import server
+
+    server(args.allow_run).run("stdio")
+    return 0
+
+
 def progress(args: argparse.Namespace) -> int:
     """Prints the progress of the exercises, and how near the predictions were."""
     page = my_progress()
