@@ -209,7 +209,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         "paths",
         metavar="PATH",
         nargs="+",
-        help="traces of torch.profiler, dumps of the flight recorder, logs, or their folder",
+        help="traces of torch.profiler, dumps of the flight recorder, memory snapshots, logs, or their folder",
     )
 
     add_jobs(commands.add, _add_fields, _number)

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from labkit.analysis.diagnose.finding import shorter
-from labkit.analysis.foreign import flight_recorder, logs, profiles
+from labkit.analysis.foreign import flight_recorder, logs, memory_snapshot, profiles
 from labkit.analysis.foreign.chrome import Content, read_profile
 from labkit.analysis.foreign.page import ForeignError, Page
 from labkit.common.reading import open_regular
 
+_PICKLE = b"\x80"  # of protocol 2 or later
 _HEAD = 1 << 16  # bytes in which a file says what it is
 _MOST_FILES = 16_384
 _DEEPEST = 6  # folders within a folder: torchrun writes <run>/attempt_0/<local rank>/stderr.log
@@ -22,8 +23,8 @@ _DEEPEST = 6  # folders within a folder: torchrun writes <run>/attempt_0/<local 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of files: bytes that its files begin with, a key that their JSON has near its beginning, how to read
-    one, and how to explain all of them. Text that is of no other kind is a log."""
+    """One kind of files: bytes that its files begin with, a key that their JSON or pickle has near its beginning, how
+    to read one, and how to explain all of them. Text that is of no other kind is a log."""
 
     name: str
     magic: bytes
@@ -32,6 +33,13 @@ class Kind:
     explain: Callable[[Sequence[Any]], Page]
 
 
+FLIGHT_RECORDER = Kind(
+    "dumps of the flight recorder",
+    b"",
+    rb"entries|pg_config|pg_status|comm_lib_version|nccl_version",
+    flight_recorder.read_dump,
+    flight_recorder.explain,
+)
 KINDS = (
     Kind(
         "traces of torch.profiler",
@@ -40,12 +48,13 @@ KINDS = (
         read_profile,
         profiles.explain,
     ),
+    FLIGHT_RECORDER,
     Kind(
-        "dumps of the flight recorder",
-        b"\x80",  # a pickle of protocol 2 or later
-        rb"entries|pg_config|pg_status|comm_lib_version|nccl_version",
-        flight_recorder.read_dump,
-        flight_recorder.explain,
+        "memory snapshots",
+        b"",
+        rb"segments|device_traces|segment_type|segment_pool_id|total_size",
+        memory_snapshot.read_snapshot,
+        memory_snapshot.explain,
     ),
 )
 LOGS = Kind("logs", b"", b"", logs.read_log, logs.explain)
@@ -108,15 +117,19 @@ def _is_known(path: Path) -> bool:
 def _kind(path: Path) -> Kind:
     """What a file is. Raises `ForeignError` if it is nothing that is known."""
     head = _opened(path, _head)
+    pickled = head.startswith(_PICKLE)
+    before, after = (rb"(?:\x8c.|X.\0\0\0)", rb"") if pickled else (rb'"', rb'"\s*:')  # opcodes of a short text
     keys: list[tuple[int, Kind]] = []
     for kind in KINDS:
-        if head.startswith(kind.magic):
+        if kind.magic and head.startswith(kind.magic):
             return kind
-        key = re.search(rb'"(?:' + kind.key + rb')"\s*:', head)
-        if key and head.lstrip().startswith(b"{"):
+        key = re.search(before + rb"(?:" + kind.key + rb")" + after, head, re.DOTALL)
+        if key and (pickled or head.lstrip().startswith(b"{")):
             keys.append((key.start(), kind))
     if keys:
         return min(keys, key=lambda pair: pair[0])[1]
+    if pickled:
+        return FLIGHT_RECORDER
     if logs.looks_like_log(path, head):
         return LOGS
     raise ForeignError(f"{path} is nothing that can be explained; name {_known()}")
