@@ -29,7 +29,7 @@ from labkit.record.documents import decoded
 from labkit.record.events import Count, Name, Recorded, parse
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
-from labkit.training.options import UPDATE
+from labkit.training.rows import UPDATE
 from labkit.training.strategies.rules import departures
 
 # How far two sums of the same numbers in different orders may differ: about 300 roundings of fp32 (2⁻²⁴ each), after a

@@ -13,10 +13,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from labkit.probe.journal import Guard, Journal
+from labkit.probe.journal import Guard, Journal, compiling
 from labkit.probe.memory import local, tensors_in
 from labkit.probe.patches import Patches
-from labkit.probe.untraced import compiling
 
 # ---- facts that are compared across ranks
 

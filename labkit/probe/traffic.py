@@ -16,10 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from labkit.probe.journal import Guard, Journal
+from labkit.probe.journal import Guard, Journal, compiling
 from labkit.probe.patches import Patches
 from labkit.probe.torch_private import FLIGHT_RECORDER, NCCL_RECORDER, WORLD
-from labkit.probe.untraced import compiling
 from labkit.record import clock
 from labkit.record.writer import sent
 

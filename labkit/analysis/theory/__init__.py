@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from labkit.analysis.theory import traffic
-from labkit.analysis.theory.pieces import Case, Flow
 from labkit.analysis.theory.states import STATES, States, states
-from labkit.analysis.theory.traffic import bucket_numbers
+from labkit.analysis.theory.traffic import Case, Flow, bucket_numbers
 from labkit.plan.spec import Spec
 
 __all__ = ["STATES", "TRAFFIC", "Flow", "States", "bucket_numbers", "states", "theory"]

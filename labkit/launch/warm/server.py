@@ -48,7 +48,7 @@ _IMPORTS = (
         "labkit.probe.__main__",
         "labkit.probe.runner",
     ),
-    *("labkit.probe.hooks", "labkit.probe.hosts", "labkit.probe.position", "labkit.probe.waiting"),
+    *("labkit.probe.hooks", "labkit.probe.hosts", "labkit.probe.waiting", "labkit.probe.waiting"),
 )
 _LOOK = 1.0  # seconds between two checks of the processes that requested the server
 

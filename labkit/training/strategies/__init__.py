@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from labkit.setup.preflight import Needs
-from labkit.training.options import MOST, Option
-from labkit.training.rows import Strategy
+from labkit.training.rows import MOST, Option, Strategy
 from labkit.training.strategies import pipelines, rules
 
 # ---- options of several strategies, and reasons why several do not support a common option
