@@ -395,7 +395,8 @@ def watch_backward(
 
 def _are_leaves(inputs: Any) -> bool:
     return all(
-        isinstance(one, torch.Tensor) and one.is_leaf for one in (inputs if isinstance(inputs, tuple) else (inputs,))
+        isinstance(value, torch.Tensor) and value.is_leaf
+        for value in (inputs if isinstance(inputs, tuple) else (inputs,))
     )
 
 

@@ -169,7 +169,7 @@ class Held:
         modules, tensors, data = _found()
         self._modules = weakref.WeakSet(module for module in modules if next(_own(module, *_MEMBERS), None) is not None)
         self.replicas = weakref.WeakSet(module for module in modules if _is_replica(module))
-        counted = (one for one in tensors[:_MOST] if _is_on(one, device) and not self._batches.waits(one))
+        counted = (tensor for tensor in tensors[:_MOST] if _is_on(tensor, device) and not self._batches.waits(tensor))
         seen = {id(tensor): tensor for tensor in counted}
         lasting = [tensor for key, tensor in seen.items() if key in self._seen and self._seen[key]() is tensor]
         self._lasting = [weakref.ref(tensor) for tensor in lasting]
@@ -203,8 +203,8 @@ def _own(
 ) -> Iterator[torch.Tensor]:
     """The module's own tensors, without submodules; none if its `__init__` has not run yet."""
     with suppress(AttributeError):
-        for each in members:
-            yield from (tensor for _, tensor in each(module, recurse=False))
+        for named in members:
+            yield from (tensor for _, tensor in named(module, recurse=False))
 
 
 def _is_replica(module: torch.nn.Module) -> bool:
@@ -502,7 +502,7 @@ def _buckets(model: Any) -> int:
     total = sum(_bucket_sizes(DDP_LOGGING.of(model)()))
     if not model.gradient_as_bucket_view:
         return total
-    storages = [one.grad.untyped_storage() for one in model.parameters() if one.grad is not None]
+    storages = [parameter.grad.untyped_storage() for parameter in model.parameters() if parameter.grad is not None]
     viewed = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return max(0, total - sum(viewed.values()))
 

@@ -183,15 +183,19 @@ class ReplicaWatch:
         tensor = next(value for value in inputs if isinstance(value, torch.Tensor))
         on_gpu = tensor.device.type == "cuda"
         new = {"device": str(tensor.device), "forward": 0.0, "cpu": 0.0, "samples": 0, "outputs": 0}
-        one = self._found.setdefault(f"{tensor.device.index:03}" if on_gpu else threading.current_thread().name, new)
-        one["forward"] += ended[0] - here.began[0]
-        one["cpu"] += ended[1] - here.began[1]
-        one["samples"] += len(tensor)
-        one["outputs"] += output.nbytes if isinstance(output, torch.Tensor) else 0
+        replica = self._found.setdefault(
+            f"{tensor.device.index:03}" if on_gpu else threading.current_thread().name, new
+        )
+        replica["forward"] += ended[0] - here.began[0]
+        replica["cpu"] += ended[1] - here.began[1]
+        replica["samples"] += len(tensor)
+        replica["outputs"] += output.nbytes if isinstance(output, torch.Tensor) else 0
         if on_gpu:
-            one["memory"] = torch.cuda.memory_allocated(tensor.device)
+            replica["memory"] = torch.cuda.memory_allocated(tensor.device)
         else:
-            one["memory"] = sum(parameter.nbytes for parameter in module.parameters()) + tensor.nbytes + one["outputs"]
+            replica["memory"] = (
+                sum(parameter.nbytes for parameter in module.parameters()) + tensor.nbytes + replica["outputs"]
+            )
         return True
 
     def step_ends(self, optimizer: torch.optim.Optimizer) -> None:
@@ -202,7 +206,10 @@ class ReplicaWatch:
         replicas = [{"replica": number} | found[name] for number, name in enumerate(sorted(found))]
         gradients = [p.grad.nbytes for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         others = replicas[1:]
-        extra = {"outputs": sum(one.pop("outputs") for one in replicas), "gradients": sum(gradients) * len(others)}
+        extra = {
+            "outputs": sum(replica.pop("outputs") for replica in replicas),
+            "gradients": sum(gradients) * len(others),
+        }
         waited = self._sampler.share() if self._sampler else None
         if self._watch.finished % self._journal.spaced(1) == 0:
             self._journal.write("replica", step=self._watch.finished, replicas=replicas, extra=extra, gil_wait=waited)

@@ -337,7 +337,7 @@ def _program(spans: list[tuple[str, int, int]], events: list[tuple[int, Item]]) 
                 implicit.append(["wait", item[1]])
             time, item = next(waiting)
         items += [["compute", phase, (end - begin) / 1e9], *implicit]
-    numbers = {item[1]: index for index, item in enumerate(one for one in items if one[0] == "start")}
+    numbers = {item[1]: index for index, item in enumerate(started for started in items if started[0] == "start")}
     return [
         item if item[0] == "compute" else [item[0], numbers[item[1]], *item[2:]]
         for item in items
@@ -347,7 +347,7 @@ def _program(spans: list[tuple[str, int, int]], events: list[tuple[int, Item]]) 
 
 def _samples(programs: list[list[Item]]) -> list[Item]:
     """The form of the last step, with the seconds of each computation in several steps of that form."""
-    alike = [one for one in programs if _form(one) == _form(programs[-1])]
+    alike = [program for program in programs if _form(program) == _form(programs[-1])]
     chosen = alike[:: -(-len(alike) // _SAMPLES)]
     return [
         [*items[0][:2], [item[2] for item in items]] if items[0][0] == "compute" else items[0] for items in zip(*chosen)

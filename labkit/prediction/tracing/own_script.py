@@ -199,13 +199,13 @@ def _stages_know(stage: Any, received_result: Any = None) -> torch.Tensor:
     return torch.tensor([1], dtype=torch.int32)
 
 
-def _gathered(objects: list[Any], one: Any, group: Any = None) -> None:
-    objects[:] = [one] * len(objects)
+def _gathered(objects: list[Any], own: Any, group: Any = None) -> None:
+    objects[:] = [own] * len(objects)
 
 
-def _gathered_by_one(one: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
+def _gathered_by_one(own: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
     if objects is not None:
-        _gathered(objects, one)
+        _gathered(objects, own)
 
 
 def _scattered(output: list[Any], inputs: list[Any] | None = None, *_: Any, **__: Any) -> None:
@@ -282,7 +282,7 @@ class Decisions:
 
     def _unknown(self, value: Any) -> Any:
         if isinstance(value, list):
-            return [self._unknown(each) for each in value]
+            return [self._unknown(item) for item in value]
         return _Unknown(value, self) if isinstance(value, float) else value
 
     def _followed(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -314,7 +314,7 @@ class _Floats(ast.NodeTransformer):
 
 def _are_unknown(values: Any) -> bool:
     return any(
-        isinstance(each, _Unknown) or (isinstance(each, (list, tuple)) and _are_unknown(each)) for each in values
+        isinstance(value, _Unknown) or (isinstance(value, (list, tuple)) and _are_unknown(value)) for value in values
     )
 
 
@@ -504,7 +504,7 @@ class Steps:
         """Step `step`, after those that may be reported, has ended."""
         self._later += 1
         (_, _, calls, *_), *_ = self._newest
-        reported, now = (sum(call.bytes for call in each) for each in (calls, self._tape.calls))
+        reported, now = (sum(call.bytes for call in of_step) for of_step in (calls, self._tape.calls))
         if self._before is not None and abs(now - reported) > _ALIKE * max(now, reported):
             payload = f"collectives of {size(now)}, the one predicted of {size(reported)}"
             self.note = f"its steps differ: step {step} has {payload}"
@@ -618,5 +618,5 @@ def _line(error: BaseException) -> str:
 
 def _place(frames: traceback.StackSummary) -> str:
     """The innermost line outside of libraries."""
-    own = [each for each in frames if not each.filename.startswith((*_LIBRARIES, "<"))]
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
     return f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}" if own else _UNPLACED

@@ -187,7 +187,7 @@ def reported(
         "owners": owners,
         "flops": tape.flops.executed,
         "recomputed_flops": tape.flops.recomputed,
-        "calls": [[one.op, one.bytes, one.ranks, one.parts] for one in tape.calls],
+        "calls": [[call.op, call.bytes, call.ranks, call.parts] for call in tape.calls],
         "program": tape.work.program(spans),
         "temporaries": sizes,
         "allocator": [peaks(tape.history, workspace) for workspace in (BEFORE_HOPPER, FROM_HOPPER)]

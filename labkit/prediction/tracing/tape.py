@@ -235,12 +235,12 @@ class Work:
         computation stand its kernels, as [type, FLOPs, bytes, number of them]."""
         begins = [first for _, first, _ in spans]
 
-        def phase_of(one: tuple[int, int, Any]) -> str:
-            item = one[2]
+        def phase_of(entry: tuple[int, int, Any]) -> str:
+            item = entry[2]
             return spans[max(0, bisect_right(begins, item.time) - 1)][0] if isinstance(item, _Kernel) else ""
 
         found: list[Any] = []
-        for phase, items in groupby(sorted(self._items, key=lambda one: one[:2]), phase_of):
+        for phase, items in groupby(sorted(self._items, key=lambda entry: entry[:2]), phase_of):
             if phase:
                 together = self.on_gpu and phase == "optimizer"
                 found.append(["compute", phase, _counted([item for *_, item in items], together)])
@@ -251,15 +251,15 @@ class Work:
 
 def _counted(kernels: list[_Kernel], together: bool) -> list[list[Any]]:
     if together:
-        ordered = sorted(kernels, key=lambda one: (one.name, one.type))
-        sums = [[*group] for _, group in groupby(ordered, lambda one: (one.name, one.type))]
-        return [[g[0].type, sum(one.flops for one in g), sum(one.bytes for one in g), 1] for g in sums]
-    return [[*key, count] for key, count in Counter(one[2:] for one in kernels).items()]
+        ordered = sorted(kernels, key=lambda kernel: (kernel.name, kernel.type))
+        sums = [[*group] for _, group in groupby(ordered, lambda kernel: (kernel.name, kernel.type))]
+        return [[g[0].type, sum(kernel.flops for kernel in g), sum(kernel.bytes for kernel in g), 1] for g in sums]
+    return [[*key, count] for key, count in Counter(kernel[2:] for kernel in kernels).items()]
 
 
-def _bytes(one: tuple[int, torch.Tensor]) -> int:
+def _bytes(operand: tuple[int, torch.Tensor]) -> int:
     """Those of a tensor; an expanded one has no more than its storage."""
-    return min(one[1].numel() * one[1].element_size(), one[1].untyped_storage().nbytes())
+    return min(operand[1].numel() * operand[1].element_size(), operand[1].untyped_storage().nbytes())
 
 
 def _is_synchronous(func: Any, args: Any) -> bool:
@@ -314,11 +314,11 @@ def called(func: Any, args: Any) -> Call | None:
     op = operation(name)
     if "wait" in op or "monitored" in op:
         return None
-    group = next((one for one in args if isinstance(one, (torch.ScriptObject, dist.ProcessGroup))), None)
+    group = next((value for value in args if isinstance(value, (torch.ScriptObject, dist.ProcessGroup))), None)
     functional = group is None  # its arguments are a tensor, numbers and the name of the group
     group = GROUP_OF.get()(args[-1]) if functional else dist.ProcessGroup.unbox(group)
     ranks = group.size()
-    size = sum(each.numel() * each.element_size() for each in tree_iter(args) if isinstance(each, torch.Tensor))
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tree_iter(args) if isinstance(tensor, torch.Tensor))
     if functional:
         size *= ranks if op == "all_gather" else 1
     elif op in ("all_gather", "reduce_scatter"):  # outputs and inputs: the whole, and one share of it
@@ -433,7 +433,7 @@ class Tape(DISPATCH_MODE.get()):
     @property
     def history(self) -> list[Change]:
         """What was allocated and freed, in order."""
-        return [one for one in self._history if one[0] not in self.elsewhere]
+        return [change for change in self._history if change[0] not in self.elsewhere]
 
     def _takes_workspace(self) -> None:
         thread = -1 if GRAPH_TASK.get()() == _NO_TASK else -2
@@ -451,7 +451,9 @@ class Tape(DISPATCH_MODE.get()):
         """Other processes do what is done here: of its allocations only those count that are left at its end."""
         first = len(self.allocations)
         yield
-        self.allocations[first:] = [one for one in self.allocations[first:] if one.address in self._sizes]
+        self.allocations[first:] = [
+            allocation for allocation in self.allocations[first:] if allocation.address in self._sizes
+        ]
 
     def mark(self) -> int:
         """A time after everything so far, and before everything that follows."""
@@ -482,8 +484,8 @@ class Tape(DISPATCH_MODE.get()):
 
     def _known(self, *values: Any) -> list[tuple[int, torch.Tensor]]:
         """The tensors among some values, with the addresses of their storages, 0 if it has none."""
-        found = (getattr(one, "elem", one) for one in tree_iter(values) if isinstance(one, torch.Tensor))
-        return [(self._addresses.get(one.untyped_storage(), 0), one) for one in found]
+        found = (getattr(tensor, "elem", tensor) for tensor in tree_iter(values) if isinstance(tensor, torch.Tensor))
+        return [(self._addresses.get(tensor.untyped_storage(), 0), tensor) for tensor in found]
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage has another size now; 0 if it was freed."""
@@ -511,10 +513,11 @@ def _name(func: Any) -> str:
 
 def _has_numbers(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation is on integers with data only, or makes them."""
-    given = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
+    given = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)]
     if given:
         return all(
-            type(each) is torch.Tensor and each.dtype in _NUMBERS and each.device.type == "cpu" for each in given
+            type(tensor) is torch.Tensor and tensor.dtype in _NUMBERS and tensor.device.type == "cpu"
+            for tensor in given
         )
     return SCHEMA.of(func).name.startswith(_INDICES) or kwargs.get("dtype") in _NUMBERS
 

@@ -122,8 +122,8 @@ class _Bucket:
         return self._parameters
 
     def gradients(self) -> list[torch.Tensor]:
-        sizes = [one.numel() for one in self._parameters]
-        return [part.view_as(one) for part, one in zip(self._buffer.split(sizes), self._parameters)]
+        sizes = [parameter.numel() for parameter in self._parameters]
+        return [part.view_as(parameter) for part, parameter in zip(self._buffer.split(sizes), self._parameters)]
 
 
 class Replica(torch.nn.Module, Joinable):
@@ -173,12 +173,14 @@ class Replica(torch.nn.Module, Joinable):
         self._ready: list[torch.nn.Parameter] = []
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         named = module.named_parameters()
-        self._parameters_reduced = [one for name, one in named if one.requires_grad and name not in ignored]
+        self._parameters_reduced = [
+            parameter for name, parameter in named if parameter.requires_grad and name not in ignored
+        ]
         is_mapped = find_unused_parameters or static_graph
         self._used = torch.zeros(len(self._parameters_reduced) if is_mapped else 0, dtype=torch.int32)
         self._build(self._parameters_reduced, self._limits if self._searches else [sys.maxsize])
-        for one in self._parameters_reduced:
-            one.register_post_accumulate_grad_hook(self._gradient)
+        for parameter in self._parameters_reduced:
+            parameter.register_post_accumulate_grad_hook(self._gradient)
 
     # ---- what wrappers of `DistributedDataParallel` call
 
@@ -245,31 +247,32 @@ class Replica(torch.nn.Module, Joinable):
         """A backward begins that synchronizes, of a loss that depends on `outputs`."""
         if self._ready and any(self._left):
             raise RuntimeError(_UNREADY)
-        self._left = [len(one) for one in self._buckets]
+        self._left = [len(bucket) for bucket in self._buckets]
         self._uses_left = self._uses.copy()
         self._ready = []
         self._expects = True
         if self._searches and outputs:
             used = _leaves(outputs)
-            self._unused = [one for one in self._parameters_reduced if one not in used]
+            self._unused = [parameter for parameter in self._parameters_reduced if parameter not in used]
 
     def _build(self, order: list[torch.nn.Parameter], limits: list[int], from_end: bool = True) -> None:
         self.buckets: list[torch.Tensor] = []  # freed first
         self._views: dict[torch.nn.Parameter, torch.Tensor] = {}
         with WITHOUT_MODES.get()():  # C++ code reads only shapes and types
-            shapes = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in order]
+            shapes = [torch.empty(parameter.shape, dtype=parameter.dtype, device="meta") for parameter in order]
             parts, _ = BUCKETS.get()(shapes, limits, [False] * len(order))
         self._buckets = [[order[index] for index in part] for part in (reversed(parts) if from_end else parts)]
-        self._place = {one: number for number, bucket in enumerate(self._buckets) for one in bucket}
+        self._place = {parameter: number for number, bucket in enumerate(self._buckets) for parameter in bucket}
         self.buckets = [
-            torch.empty(sum(one.numel() for one in bucket), dtype=bucket[0].dtype) for bucket in self._buckets
+            torch.empty(sum(parameter.numel() for parameter in bucket), dtype=bucket[0].dtype)
+            for bucket in self._buckets
         ]
         for bucket, buffer in zip(self._buckets, self.buckets):
-            for part, one in zip(buffer.split([each.numel() for each in bucket]), bucket):
-                self._views[one] = part.view_as(one)
-                if self.gradient_as_bucket_view and one.grad is not None:
-                    one.grad = self._views[one]
-        self._left, self._ready = [len(one) for one in self._buckets], []
+            for part, parameter in zip(buffer.split([parameter.numel() for parameter in bucket]), bucket):
+                self._views[parameter] = part.view_as(parameter)
+                if self.gradient_as_bucket_view and parameter.grad is not None:
+                    parameter.grad = self._views[parameter]
+        self._left, self._ready = [len(bucket) for bucket in self._buckets], []
 
     @torch.no_grad()
     def _gradient(self, parameter: torch.nn.Parameter) -> None:
@@ -284,8 +287,8 @@ class Replica(torch.nn.Module, Joinable):
         if self._uses_left[parameter] > 0:
             return
         if not self._ready:
-            for one in self._unused:
-                self._is_ready(one)
+            for unused in self._unused:
+                self._is_ready(unused)
         self._is_ready(parameter)
 
     def _is_ready(self, parameter: torch.nn.Parameter) -> None:
@@ -307,19 +310,19 @@ class Replica(torch.nn.Module, Joinable):
     def _reduce_all(self) -> None:
         """The first backward of a static graph has ended."""
         dist.all_reduce(self._used, group=self.process_group, async_op=True)
-        self._unused = [one for one in self._parameters_reduced if not self._uses[one]]
+        self._unused = [parameter for parameter in self._parameters_reduced if not self._uses[parameter]]
         for number in range(len(self._buckets)):
             self._reduce(number)
         self._finish()
 
     def _reduce(self, number: int) -> None:
         bucket, buffer = self._buckets[number], self.buckets[number]
-        for one in bucket:
-            view = self._views[one]
-            if one.grad is None:
+        for parameter in bucket:
+            view = self._views[parameter]
+            if parameter.grad is None:
                 view.zero_()
-            elif one.grad is not view:
-                view.copy_(one.grad)
+            elif parameter.grad is not view:
+                view.copy_(parameter.grad)
         if self._hook is None:
             dist.all_reduce(buffer, group=self.process_group, async_op=True)
         else:
@@ -327,29 +330,29 @@ class Replica(torch.nn.Module, Joinable):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        for one, view in self._views.items():
-            if one.grad is None:
+        for parameter, view in self._views.items():
+            if parameter.grad is None:
                 continue  # the parameter is unused, also by the other ranks
             if self.gradient_as_bucket_view:
-                one.grad = view
+                parameter.grad = view
             else:
-                one.grad.copy_(view)
+                parameter.grad.copy_(view)
         self._expects = False
         self._reductions += 1
         if self._reductions == self._rebuilt_after:
             unused = {*self._unused}
-            used = [one for one in self._ready if one not in unused]
+            used = [parameter for parameter in self._ready if parameter not in unused]
             self._build([*used, *self._unused], self._limits, from_end=False)
 
     @torch.no_grad()
     def _send_buffers(self) -> None:
         buffers = [*self.module.buffers()]
-        for kind in dict.fromkeys(one.dtype for one in buffers):
-            alike = [one for one in buffers if one.dtype == kind]
-            flat = torch.cat([one.flatten() for one in alike])
+        for kind in dict.fromkeys(buffer.dtype for buffer in buffers):
+            alike = [buffer for buffer in buffers if buffer.dtype == kind]
+            flat = torch.cat([buffer.flatten() for buffer in alike])
             dist.broadcast(flat, group_src=0, group=self.process_group)
-            for part, one in zip(flat.split([each.numel() for each in alike]), alike):
-                one.copy_(part.view_as(one))
+            for part, buffer in zip(flat.split([buffer.numel() for buffer in alike]), alike):
+                buffer.copy_(part.view_as(buffer))
 
 
 def _passed_on(tensor: torch.Tensor) -> torch.Tensor:
@@ -365,7 +368,7 @@ def _leaves(outputs: Sequence[torch.Tensor]) -> set[torch.Tensor]:
         node = nodes.pop()
         if hasattr(node, "variable"):
             found.add(node.variable)
-        following = {each for each, _ in node.next_functions if each is not None} - seen
+        following = {function for function, _ in node.next_functions if function is not None} - seen
         seen |= following
         nodes += following
     return found
@@ -395,16 +398,16 @@ class _Broadcast(torch.autograd.Function):
     def forward(ctx: Any, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         for chunk in COALESCED.get()(parameters, _COALESCED):
             FLAT.get()(chunk)
-        return tuple(one.view_as(one) for one in parameters)
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         sums: dict[torch.Tensor, torch.Tensor] = {}
         for chunk in COALESCED.get()(gradients, _COALESCED):
             flat = FLAT.get()(chunk)
-            parts = torch.empty_like(flat).split([one.numel() for one in chunk])
-            sums |= {one: part.view_as(one).data for one, part in zip(chunk, parts)}
-        return tuple(sums[one] for one in gradients)
+            parts = torch.empty_like(flat).split([gradient.numel() for gradient in chunk])
+            sums |= {gradient: part.view_as(gradient).data for gradient, part in zip(chunk, parts)}
+        return tuple(sums[gradient] for gradient in gradients)
 
 
 class _Gather(torch.autograd.Function):
@@ -566,7 +569,7 @@ def _holding(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         work = function(*args, **kwargs)
         if isinstance(work, list):
-            return [Pending(one.tensor) for one in args[0]]
+            return [Pending(pending.tensor) for pending in args[0]]
         return None if work is None else Pending(*args, kwargs)
 
     return call
@@ -574,7 +577,7 @@ def _holding(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _stay(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """`Module.to`: every tensor is on the traced device already; a new type is applied."""
-    kinds = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
+    kinds = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
     return MODULE_APPLY.of(module)(lambda tensor: tensor.to(kinds[0])) if kinds else module
 
 
