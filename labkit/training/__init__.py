@@ -4,7 +4,7 @@ The tables never import torch. The other modules import only each other from lab
 
 `training/strategies/__init__.py` and `training/workloads/__init__.py` are light tables. Their rows
 (`training/rows.py`) hold every fact that other code needs: what is split and sent, options, packages and files, the
-names of the formulas for memory and traffic, and the model in numbers (`training/workloads/__init__.py`). No code
+names of the formulas for memory and traffic, and the model in numbers. No code
 outside the tables compares a name of a strategy or workload, and a new strategy is therefore one module, one row and
 one entry in a lab; the tables open no file and no connection. `tests/training/test_tables.py` and
 `tests/training/test_new_strategy.py` hold this. `training/strategies/rules.py`, and `pipelines.py` for pipelines, say
@@ -18,6 +18,6 @@ the third table, of faults to inject. The module of a fault has the function tha
 and base; what a fault omits is an `if FAULT …` in the base, decided during generation.
 `training/strategies/README.md` has the contract between base and strategy. `training/strategies/checkpoints.py` saves
 and resumes a whole model, `training/strategies/sharded.py` the shards of every rank, and
-`training/strategies/checkpoints.py` reads either from the other. `plan/checkpoints.py` finds and verifies the
+`training/strategies/resharding.py` reads either from the other. `plan/checkpoints.py` finds and verifies the
 checkpoint that a Spec resumes from, before the launch and without torch.
 """

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from labkit.plan import checkpoints
 from labkit.training.strategies import checkpoints as whole
-from labkit.training.strategies import sharded
+from labkit.training.strategies import resharding, sharded
 
 # ---- damaged and malicious checkpoints
 
@@ -141,8 +141,8 @@ def group():
 def form(request, group, tmp_path, monkeypatch):
     """The module whose save and resume are used, and a checkpoint written by it."""
     module = {"whole": whole, "shards": sharded}[request.param]
-    for program in (whole, sharded):
-        monkeypatch.setattr(program, "CHECKPOINTS", tmp_path / "checkpoints")
+    for one in (whole, sharded):
+        monkeypatch.setattr(one, "CHECKPOINTS", tmp_path / "checkpoints")
     monkeypatch.setattr(whole, "MANIFEST", whole.MANIFEST | {"layout": request.param})
     module.save(*model_of(1), 7)
     return module, tmp_path / "checkpoints" / "step00000007"
@@ -192,8 +192,8 @@ def test_the_other_layout_is_read_and_runs_no_code(form, tmp_path, monkeypatch):
     reader, layout, names = (
         (sharded, "shards", ["state.pt"]) if writer is whole else (whole, "whole", ["index.pt", "progress.pt"])
     )
-    for program in (whole, sharded):
-        monkeypatch.setattr(program, "RESUME", "another run")
+    for one in (whole, sharded):
+        monkeypatch.setattr(one, "RESUME", "another run")
     monkeypatch.setattr(whole, "MANIFEST", whole.MANIFEST | {"layout": layout})
     (saved, old), (other, new) = model_of(1), model_of(2)
     assert reader.resume(other, new) == 7
@@ -213,13 +213,13 @@ def test_the_other_layout_is_read_and_runs_no_code(form, tmp_path, monkeypatch):
 
 def test_no_shard_can_run_code_regardless_of_the_index(group, tmp_path, monkeypatch):
     """torch's reader unpickles entries that the index declares as bytes; here the index may not contain them."""
-    for program in (whole, sharded):
-        monkeypatch.setattr(program, "CHECKPOINTS", tmp_path / "checkpoints")
+    for one in (whole, sharded):
+        monkeypatch.setattr(one, "CHECKPOINTS", tmp_path / "checkpoints")
     sharded.save(*model_of(1), 7)
     path, mark = tmp_path / "checkpoints" / "step00000007", tmp_path / "code ran"
     torch.save(Evil(mark), path / "__0_0.distcp")
     manifest = json.loads((path / "manifest.json").read_text())
-    with torch.serialization.safe_globals(whole.INDEX):
+    with torch.serialization.safe_globals(resharding.INDEX):
         index = torch.load(path / "index.pt", weights_only=True)
     for where in index.storage_data.values():
         where.offset, where.length = 0, (path / "__0_0.distcp").stat().st_size
@@ -239,12 +239,12 @@ def test_no_shard_can_run_code_regardless_of_the_index(group, tmp_path, monkeypa
 
 
 def test_an_index_cannot_refer_to_files_outside_its_folder(group, tmp_path, monkeypatch):
-    for program in (whole, sharded):
-        monkeypatch.setattr(program, "CHECKPOINTS", tmp_path / "checkpoints")
+    for one in (whole, sharded):
+        monkeypatch.setattr(one, "CHECKPOINTS", tmp_path / "checkpoints")
     sharded.save(*model_of(1), 7)
     path = tmp_path / "checkpoints" / "step00000007"
     shutil.copy(path / "__0_0.distcp", tmp_path / "outside")
-    with torch.serialization.safe_globals(whole.INDEX):
+    with torch.serialization.safe_globals(resharding.INDEX):
         index = torch.load(path / "index.pt", weights_only=True)
     for where in index.storage_data.values():
         where.relative_path = "../../outside"

@@ -16,6 +16,7 @@ from labkit.analysis.diagnose import findings
 from labkit.analysis.ledger import ledger
 from labkit.analysis.summary import summarise
 from labkit.common.text import escape, visible_log
+from labkit.common.units import counted
 from labkit.figures import machine, rank_colour
 from labkit.figures.controls import CONFIG
 from labkit.figures.tables import findings_html, ledger_html, ranks_html, speed_html
@@ -103,7 +104,7 @@ class Logs:
         self._sent[key] = tail.count
         lines = [[*key, visible_log(text), None] for text in texts]
         if first > wanted:
-            passed = f"… {_lines(first - wanted)} of rank {key[0]} not shown; Search reads the whole log file"
+            passed = f"… {counted(first - wanted, 'line')} of rank {key[0]} not shown; Search reads the whole log file"
             lines.insert(0, [None, "", passed, None])
         return lines
 
@@ -128,14 +129,14 @@ class Logs:
             found = folder.search_log(rank, stream, query, _FOUND)
             lines += [[rank, stream, visible_log(text), number + 1] for number, text in found]
         more = len(lines) > _FOUND
-        return lines[:_FOUND], f"first {_FOUND} matching lines" if more else f"{_lines(len(lines))} found"
+        return lines[:_FOUND], f"first {_FOUND} matching lines" if more else f"{counted(len(lines), 'line')} found"
 
     def _shown(self) -> list[tuple[int, str]]:
         rank, stream = self._wanted["rank"], self._wanted["stream"]
         return [key for key in self._tails if rank in ("", str(key[0])) and stream in ("", key[1])]
 
     def _count(self) -> str:
-        count = _lines(sum(self._tails[key].count for key in self._shown()))
+        count = counted(sum(self._tails[key].count for key in self._shown()), "line")
         return f"{count} · {self._remark}" if self._remark else count
 
     def _send(self, lines: list[list[Any]], note: str, **more: Any) -> None:
@@ -158,10 +159,6 @@ class Logs:
         with self._lock:
             if self._wanted is wanted:
                 self._send_fresh(*found)
-
-
-def _lines(number: int) -> str:
-    return f"{number:,} line" + ("" if number == 1 else "s")
 
 
 # ---- what stays in the notebook

@@ -18,21 +18,11 @@ from torch.monitor import Event, log_event
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
-from labkit.training.strategies.checkpoints import (
-    DISTRIBUTED,
-    IS_LOGGING_RANK,
-    JOIN,
-    LOSS_SCALING,
-    RESUME,
-    SCALER,
-    asked_to_save,
-    random_state,
-    resume,
-    save,
-    set_random_state,
-)
+from labkit.training.strategies.asking import asked_to_save
+from labkit.training.strategies.checkpoints import IS_LOGGING_RANK, LOSS_SCALING, RESUME, SCALER, resume, save
 from labkit.training.strategies.extending import fault_data, fault_model, fault_step, report
 from labkit.training.strategies.learning_rate import LR_DECAY, WARMUP_STEPS, lr_factor
+from labkit.training.strategies.randomness import DISTRIBUTED, JOIN, random_state, set_random_state
 from labkit.training.strategies.sharded import CHECKPOINT_ASYNC, finish_writing
 from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 from labkit.training.workloads.cnn import build_blocks
