@@ -352,12 +352,12 @@ def sbatch(job: Portable, profile: Profile, launch: Launch = BARE) -> str:
         f"port=$(({_PORTS[0]} + SLURM_JOB_ID % {_PORTS[1]}))  # jobs that share a node have different ports",
         "",
         "srun --kill-on-bad-exit=1 \\",
-        *(f"  {words} \\" for words in (*_container(job, profile), _words(launch.torchrun))),
+        *(f"  {words} \\" for words in (*_container(job, profile), shlex.join(launch.torchrun))),
         f'  --nnodes="$SLURM_NNODES" --nproc-per-node={job.per_node} --max-restarts={job.max_restarts} \\',
         '  --rdzv-backend=c10d --rdzv-endpoint="${hosts[0]}:$port" \\',
         '  --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \\',
-        *(f"  {_words([option])} \\" for option in launch.options),
-        f"  {_words(job.target)} &",
+        *(f"  {shlex.join([option])} \\" for option in launch.options),
+        f"  {shlex.join(job.target)} &",
         "wait $!  # in the background, so that this shell handles signals",
         "",
     ]
@@ -393,10 +393,6 @@ def _container(job: Portable, profile: Profile) -> list[str]:
     if profile.container.endswith(".sif"):
         return [f'apptainer exec {"--nv " if job.device == "cuda" else ""}--bind "$PWD" {profile.container}']
     return [f'--container-image={profile.container} --container-mounts="$PWD" --container-workdir="$PWD"']
-
-
-def _words(words: tuple[str, ...] | list[str]) -> str:
-    return shlex.join(words)
 
 
 # ---- the job files of Kubeflow Trainer and SkyPilot, in YAML

@@ -204,11 +204,7 @@ def _index(arrays: Mapping[str, numpy.ndarray]) -> list[Piece]:
 
 
 def _put(
-    piece: Piece,
-    array: numpy.ndarray,
-    whole: dict[str, numpy.ndarray],
-    held: dict[str, numpy.ndarray],
-    most: int,
+    piece: Piece, array: numpy.ndarray, whole: dict[str, numpy.ndarray], held: dict[str, numpy.ndarray], most: int
 ) -> None:
     """Copies one rank's shard into its whole tensor. Partial sums are added; where copies of two ranks disagree, it is
     NaN.

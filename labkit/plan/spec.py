@@ -236,11 +236,7 @@ class Spec:
         **_TRAINING,
     )
     precision: str = declared(
-        None,
-        f"{', '.join(PRECISIONS)} (default: fp32; fp16 on a T4)",
-        flag="P",
-        choices=PRECISIONS,
-        **_TRAINING,
+        None, f"{', '.join(PRECISIONS)} (default: fp32; fp16 on a T4)", flag="P", choices=PRECISIONS, **_TRAINING
     )
     seed: int = declared(
         0,
@@ -251,11 +247,7 @@ class Spec:
     )
     device: str = declared("auto", f"{', '.join(DEVICES)} (default: auto)", flag="D", choices=DEVICES, panel=WIDGET)
     data: str = declared(
-        None,
-        f"data set: {', '.join(DATA)} (default: the workload's first)",
-        flag="D",
-        choices=DATA,
-        **_TRAINING,
+        None, f"data set: {', '.join(DATA)} (default: the workload's first)", flag="D", choices=DATA, **_TRAINING
     )
     data_dir: str | None = declared(
         None,

@@ -463,7 +463,7 @@ class MemoryWatch:
         """Counts everything that outlives a step with a census; returns the bytes by owner."""
         owned = states_of([*self._models], [*self._optimizers], self._held.parameters())
         found = {owner: census.add(tensors, owner) for owner, tensors in owned.items()} | {
-            "communication": sum(self._guard(_buckets, model) or 0 for model in self._replicas()),
+            "communication": sum(self._guard(_buckets, model) or 0 for model in self._replicas())
         }
         if self.device.type == "cpu":
             census.leave_out(self._held.data())  # in a GPU run they would be in host memory
@@ -471,7 +471,7 @@ class MemoryWatch:
             "other": (
                 census.add((buffer for model in self._models for buffer in model.buffers()), "other")
                 + census.add(self._held.rest(), "other")
-            ),
+            )
         }
 
 
@@ -482,9 +482,7 @@ def _watch(storage: torch.UntypedStorage, released: dict[int, float]) -> None:
 
 
 def states_of(
-    models: Iterable[torch.nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    more: Iterable[torch.Tensor] = (),
+    models: Iterable[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], more: Iterable[torch.Tensor] = ()
 ) -> dict[str, Iterator[torch.Tensor | None]]:
     """The model states by owner: parameters, also of `more` modules, their gradients, and the optimizers' tensors."""
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

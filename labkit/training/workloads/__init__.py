@@ -256,12 +256,7 @@ DATA: dict[str, Data] = {
             needs=Needs("mnist", files=_CIFAR10, instead="--data digits32"),
         ),
         Data(
-            "text",
-            "the Python language reference (pydoc_data.topics), as bytes",
-            20_000,
-            256,
-            _window,
-            number_bytes=8,
+            "text", "the Python language reference (pydoc_data.topics), as bytes", 20_000, 256, _window, number_bytes=8
         ),
     )
 }
