@@ -6,9 +6,9 @@ It never imports torch, `launch` or front ends.
 `analysis/metrics.py` has one definition of each figure of speed: which steps count (not the first of an attempt,
 which is warm-up), the medians of a step and its phases, throughput, pace and time left. No other module computes a
 median or reads the times of steps, which a test enforces; summary, comparison, claims, charts, findings and front
-ends therefore show the same number. `analysis/summary.py` puts the figures of a run into one dict, and
-`analysis/trace.py` writes its profiled steps in Chrome's format. It relates the speed to the devices, too: FLOP/s and
-MFU. `analysis/theory/` has what each strategy sends per step and stores between steps: formulas, which the row of a
+ends therefore show the same number. It relates the speed to the devices, too: FLOP/s and MFU. `analysis/summary.py`
+puts the figures of a run into one dict, and `analysis/profiled.py` reads its profiled steps and writes them in Chrome's
+format. `analysis/theory/` has what each strategy sends per step and stores between steps: formulas, which the row of a
 strategy names and which add up; `analysis/ledger.py` compares the measurement with it, and says why they differ.
 `analysis/guess.py` has the table of the figures that a learner can predict, each of them one of the summary, and the
 outcome in numbers and sentences.

@@ -29,7 +29,7 @@ from labkit.record.documents import decoded
 from labkit.record.events import Count, Name, Recorded, parse
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
-from labkit.training.options import UPDATE
+from labkit.training.rows import UPDATE
 from labkit.training.strategies.rules import departures
 
 # How far two sums of the same numbers in different orders may differ: about 300 roundings of fp32 (2⁻²⁴ each), after a
@@ -204,11 +204,7 @@ def _index(arrays: Mapping[str, numpy.ndarray]) -> list[Piece]:
 
 
 def _put(
-    piece: Piece,
-    array: numpy.ndarray,
-    whole: dict[str, numpy.ndarray],
-    held: dict[str, numpy.ndarray],
-    most: int,
+    piece: Piece, array: numpy.ndarray, whole: dict[str, numpy.ndarray], held: dict[str, numpy.ndarray], most: int
 ) -> None:
     """Copies one rank's shard into its whole tensor. Partial sums are added; where copies of two ranks disagree, it is
     NaN.

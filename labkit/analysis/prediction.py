@@ -65,7 +65,8 @@ def outcomes(state: RunState) -> tuple[Outcome, ...]:
         return ()
     timelines, hidden = predicted_timelines(plan), bool(unmeasured(state))
     return tuple(
-        _outcome(one, state.ranks.get(one.rank), hidden, _step(state, one.rank, timelines)) for one in plan.ranks
+        _outcome(predicted, state.ranks.get(predicted.rank), hidden, _step(state, predicted.rank, timelines))
+        for predicted in plan.ranks
     )
 
 
@@ -131,7 +132,7 @@ def _outcome(
     reason = ""
     if step and error is not None and abs(error) > CLOSE:
         reason = _differences("at the peak", step.at_peak, predicted.at_peak, _size)
-    sent = sum(one.sent for one in traffic.ops.values()) if traffic else None
+    sent = sum(operation.sent for operation in traffic.ops.values()) if traffic else None
     return Outcome(predicted.rank, peak, measured, error, predicted.comm_bytes_per_step, sent, reason, *times)
 
 
@@ -158,7 +159,7 @@ def sentences(state: RunState) -> list[str]:
     if state.prediction is None:
         return []
     found = outcomes(state)
-    errors = [abs(one.error) for one in found if one.error is not None]
+    errors = [abs(outcome.error) for outcome in found if outcome.error is not None]
     why = unmeasured(state)
     said = [f"The prediction was made {how_made(state.prediction)}."]
     if errors:
@@ -166,13 +167,14 @@ def sentences(state: RunState) -> list[str]:
     elif why:
         said.append(f"Peak memory is not compared: {why}.")
     said += [
-        f"Rank {one.rank}: predicted {size(one.peak_predicted)}, measured {size(one.peak_measured)}; {one.reason}."
-        for one in found
-        if one.reason and one.peak_predicted is not None and one.peak_measured is not None
+        f"Rank {outcome.rank}: predicted {size(outcome.peak_predicted)}, measured {size(outcome.peak_measured)};"
+        f" {outcome.reason}."
+        for outcome in found
+        if outcome.reason and outcome.peak_predicted is not None and outcome.peak_measured is not None
     ]
-    steps = [one for one in found if one.step_error is not None]
+    steps = [outcome for outcome in found if outcome.step_error is not None]
     if steps:
-        worst = max(steps, key=lambda one: abs(one.step_error or 0.0))
+        worst = max(steps, key=lambda outcome: abs(outcome.step_error or 0.0))
         predicted, measured = worst.step_predicted or 0.0, worst.step_measured or 0.0
         why = f"; {worst.step_reason}" if worst.step_reason else ""
         said.append(
@@ -180,11 +182,15 @@ def sentences(state: RunState) -> list[str]:
             f" ({worst.step_error:+.1%}){why}."
         )
     said += against_prediction(state, state.prediction)
-    wrong = [one for one in found if one.sent_measured is not None and _differs(one.sent_predicted, one.sent_measured)]
+    wrong = [
+        outcome
+        for outcome in found
+        if outcome.sent_measured is not None and _differs(outcome.sent_predicted, outcome.sent_measured)
+    ]
     said += [
-        f"Rank {one.rank} was predicted to send {size(one.sent_predicted or 0)} per step, and sent"
-        f" {size(one.sent_measured or 0)}."
-        for one in wrong
+        f"Rank {outcome.rank} was predicted to send {size(outcome.sent_predicted or 0)} per step, and sent"
+        f" {size(outcome.sent_measured or 0)}."
+        for outcome in wrong
     ]
     return said
 
@@ -193,7 +199,7 @@ def notes(plan: Plan) -> list[str]:
     """What to say about the ranks with the highest peak: the model states by formula, and why the trace differs from
     them; on GPUs, what comes on top of the peak, as estimates with their sources; the model FLOPs of a step;
     whether the ranks fit. Empty without a trace."""
-    part = max(plan.classes, key=lambda one: one.step.peak, default=None)
+    part = max(plan.classes, key=lambda part: part.step.peak, default=None)
     if part is None:
         return []
     return [note for note in (_against_formula(plan, part), _on_gpus(part), _fit(plan), flops_in_words(plan)) if note]
@@ -222,8 +228,8 @@ def _on_gpus(part: PredictedClass) -> str:
     found = part.estimates
     if not found:
         return ""
-    parts = [f"{one.name} {_range(one.low, one.high)} ({one.source})" for one in found]
-    total = _range(sum(one.low for one in found), sum(one.high for one in found))
+    parts = [f"{estimate.name} {_range(estimate.low, estimate.high)} ({estimate.source})" for estimate in found]
+    total = _range(sum(estimate.low for estimate in found), sum(estimate.high for estimate in found))
     return f"Rank {ranges(part.ranks)}, on top of the peak, estimated and not traced: {total}. {'; '.join(parts)}."
 
 

@@ -14,16 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from labkit import jobs
 from labkit.analysis.summary import recorded_summary, summarise, summary_or_reason
 from labkit.cli.parser import fields_of
 from labkit.cli.shared import WIDE, Refused, console, find, find_followed, interrupts, say
-from labkit.common import zips
 from labkit.common.arguments import shown
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import counted, size
 from labkit.frontends import terminal
-from labkit.jobs import archive, job_files, portable
 from labkit.plan.nodes import Node
+from labkit.record import packed
 from labkit.record.documents import Unreadable, plain
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower, is_recorded
@@ -396,7 +396,7 @@ def pack(args: argparse.Namespace) -> int:
     if os.path.isdir(path):  # noqa: PTH112 a name that is too long is no folder
         raise Refused(f"{path} is a folder; give the name of the file with -o")
     try:
-        archive.pack(job, profile_of(args), path, recorded)
+        jobs.pack(job, profile_of(args), path, recorded)
     except OSError as error:
         raise Refused(f"{path} cannot be written: {error.strerror}") from None
     shows = f"; show its recording with: labkit show {path}" if recorded else ""
@@ -409,8 +409,8 @@ def unpack(args: argparse.Namespace) -> int:
     path = Path(args.name)
     folder = Path(args.output or path.stem)
     try:
-        names = zips.unpack(path, folder)
-    except zips.BadArchive as error:
+        names = packed.unpack(path, folder)
+    except packed.BadArchive as error:
         raise Refused(str(error), code=1) from None
     except OSError as error:
         raise Refused(f"{error.filename or path} cannot be used: {error.strerror}", code=1) from None
@@ -449,21 +449,21 @@ def node_of(args: argparse.Namespace) -> Node | None:
     return Node(nodes, args.node_rank, args.rdzv_endpoint, least)
 
 
-def portable_of(args: argparse.Namespace) -> portable.Portable:
+def portable_of(args: argparse.Namespace) -> jobs.Portable:
     """The job of the arguments: of a strategy or script with its flags, or of a recorded run."""
     if args.specs:
-        return portable.of_spec(with_ranks(args.specs[0]), args.nodes)
+        return jobs.of_spec(with_ranks(args.specs[0]), args.nodes)
     given = [name for name, value in fields_of(args).items() if value is not None and value != {}]
     if given:
         raise Refused(
             f"--{given[0].replace('_', '-')} has no effect on a recorded run, {args.name}; name a strategy or a script"
         )
-    return portable.of_run(find(args.name), args.nodes)
+    return jobs.of_run(find(args.name), args.nodes)
 
 
-def profile_of(args: argparse.Namespace) -> job_files.Profile:
+def profile_of(args: argparse.Namespace) -> jobs.Profile:
     """The profile of the arguments."""
     try:
-        return job_files.profile(args.profile)
+        return jobs.profile(args.profile)
     except ConfigError as error:
         raise Refused(str(error)) from None

@@ -13,12 +13,23 @@ from labkit.figures.atlas import EVIDENCE_HEADS, evidence_cells, evidence_json
 from labkit.figures.model import Axis, Bars, Chart, Line
 from labkit.figures.prediction import table_html
 from labkit.figures.tables import table_text
-from labkit.prediction.scale.advice import RULE, Advice, Misfit, RuleVerdict, devices_needed, verdict
+from labkit.prediction.scale.advice import (
+    MODES,
+    RULE,
+    Advice,
+    Misfit,
+    Mode,
+    RuleVerdict,
+    Series,
+    devices_needed,
+    efficiency,
+    scaling,
+    verdict,
+)
 from labkit.prediction.scale.asked import in_words
 from labkit.prediction.scale.atlas import NEAR, evidence
 from labkit.prediction.scale.frameworks import USABLE
 from labkit.prediction.scale.layouts import Layout
-from labkit.prediction.scale.scaling import MODES, Mode, Series, efficiency, scaling
 from labkit.prediction.scale.step import Estimate
 from labkit.prediction.scale.training import RESERVED_FOR
 

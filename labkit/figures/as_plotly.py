@@ -29,11 +29,7 @@ def literal(text: str) -> str:
 def plain_look(size: int = 11) -> dict[str, Any]:
     """The part of a layout that all charts and pictures share: the font, in px, and a transparent background."""
     clear = "rgba(0,0,0,0)"
-    return {
-        "font": {"family": FONT, "size": size, "color": colours.INK},
-        "paper_bgcolor": clear,
-        "plot_bgcolor": clear,
-    }
+    return {"font": {"family": FONT, "size": size, "color": colours.INK}, "paper_bgcolor": clear, "plot_bgcolor": clear}
 
 
 def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -121,7 +121,7 @@ class Scene:
     def peak(self) -> int:
         """The frame in which all ranks together hold most."""
         held = [
-            sum(sum(each.most(start, end).values()) for each in self.held.values())
+            sum(sum(held.most(start, end).values()) for held in self.held.values())
             for start, end in pairwise(self.moments)
         ]
         return held.index(max(held))
@@ -130,12 +130,12 @@ class Scene:
     def grid(self) -> Grid:
         """Where the cards stand: stages of a pipeline side by side, and so the ranks of the innermost dimension of a
         mesh, or of a node."""
-        comm = [(number, one) for number, acted in self.acted.items() for one in acted.comm if one.ranks]
-        steps = {abs(one.ranks[0] - number) for number, one in comm if one.call.op in _MESSAGES}
+        comm = [(number, part) for number, acted in self.acted.items() for part in acted.comm if part.ranks]
+        steps = {abs(part.ranks[0] - number) for number, part in comm if part.call.op in _MESSAGES}
         apart = min(steps, default=0)
         if apart and self.ranks % apart == 0 and self.ranks // apart <= _MOST:
             return Grid(self.ranks, self.ranks // apart, apart, framed=bool(self.nodes))
-        inner = [len(one.ranks) for _, one in comm if len(one.ranks) > 1 and one.ranks[1] - one.ranks[0] == 1]
+        inner = [len(part.ranks) for _, part in comm if len(part.ranks) > 1 and part.ranks[1] - part.ranks[0] == 1]
         on_one = len(next(iter(self.nodes.values()), range(self.ranks)))
         columns = min([on_one, *(length for length in inner if 1 < length < self.ranks)])
         if columns < 2 or columns > _MOST or columns == self.ranks == _MOST:
@@ -552,12 +552,12 @@ class _Card:
                     fill=colour,
                 )
         drawn = -1.0
-        for number, one in enumerate(acted.comm):
-            begin = one.call.start * along
-            length = min(one.call.end, shown.seconds) * along - begin
+        for number, part in enumerate(acted.comm):
+            begin = part.call.start * along
+            length = min(part.call.end, shown.seconds) * along - begin
             if begin + length < drawn + _NEXT:
                 continue  # too close to the one before to be seen
-            colour = colours.OPERATIONS.get(one.call.op, colours.OTHER_OPERATION)
+            colour = colours.OPERATIONS.get(part.call.op, colours.OTHER_OPERATION)
             picture.rectangle(
                 f"comm{self.rank}-{number}", self._x + 8 + begin, foot - 8, max(1.0, length), 3.5, fill=colour
             )
@@ -613,7 +613,7 @@ class _Card:
         if seconds:
             return [f"{milliseconds(seconds)}/step", *([f"{rate:,.0f} samples/s"] if rate else [])]
         planned = state.prediction.ranks if state.prediction else []
-        sent = next((one.comm_bytes_per_step for one in planned if one.rank == self.rank), None)
+        sent = next((rank.comm_bytes_per_step for rank in planned if rank.rank == self.rank), None)
         if sent is None and state.asked and not state.prediction:
             flows = theory(state.asked)
             sent = None if flows is None else sum(flow.theory for flow in flows) / state.world_size
@@ -642,14 +642,14 @@ def _doing(acted: Acted, start: float, end: float) -> tuple[str, str]:
     phases = acted.timeline.phases
     index = next((index for index, (_, begin, stop) in enumerate(phases) if begin <= middle < stop), None)
     name = phases[index][0] if index is not None else ""
-    under_way = [one for one in acted.comm if one.call.start < end and one.call.end > start]
+    under_way = [part for part in acted.comm if part.call.start < end and part.call.end > start]
     computes = any(begin < end and stop > start for begin, stop in acted.timeline.busy)
     if under_way and not computes:
-        one = min(under_way, key=lambda one: one.waits(middle))  # of several, one that is not held up
-        if one.waits(middle):
-            whom = f"rank {one.ranks[0]}" if one.call.op in _MESSAGES and one.ranks else "others"
+        part = min(under_way, key=lambda part: part.waits(middle))  # of several, one that is not held up
+        if part.waits(middle):
+            whom = f"rank {part.ranks[0]}" if part.call.op in _MESSAGES and part.ranks else "others"
             return f"waits for {whom}", WAITS
-        return one.call.op, colours.OPERATIONS.get(one.call.op, colours.OTHER_OPERATION)
+        return part.call.op, colours.OPERATIONS.get(part.call.op, colours.OTHER_OPERATION)
     if index is None or name == _BETWEEN:
         return "", ""
     alike = [number for number, (other, *_) in enumerate(phases) if other == name]
@@ -720,7 +720,7 @@ def _is_inside(corner: tuple[float, float], box: tuple[float, float, float, floa
 def _legend(picture: _Picture, shown: Scene, ranks: int) -> None:
     """The owners of memory, the collectives, and how many of the `ranks` are not shown, below the cards."""
     owners = [owner for owner in OWNERS if any(max(held.owners.get(owner, [0])) for held in shown.held.values())]
-    ops = sorted({one.call.op for acted in shown.acted.values() for one in acted.comm})
+    ops = sorted({part.call.op for acted in shown.acted.values() for part in acted.comm})
     entries = [(owner, colours.OWNERS[owner], 3.0) for owner in owners]
     entries += [(op, colours.OPERATIONS.get(op, colours.OTHER_OPERATION), 8.0) for op in ops]
     x, y = 10.0, shown.grid.total - 6
@@ -746,13 +746,13 @@ class _Flows:
         ] = {}  # by frame and link: what, how many bytes
         self._pairs: set[tuple[int, int]] = set()
         for number, acted in shown.acted.items():
-            for one in acted.comm:
-                begin = one.all_began if one.call.op in MUTUAL else one.call.start
-                used = {pair for pair in _pairs(number, one, places) if min(pair) >= 0 and max(pair) < places.ranks}
+            for part in acted.comm:
+                begin = part.all_began if part.call.op in MUTUAL else part.call.start
+                used = {pair for pair in _pairs(number, part, places) if min(pair) >= 0 and max(pair) < places.ranks}
                 self._pairs |= used
-                for frame in _frames(shown.seconds, begin, one.call.end):
+                for frame in _frames(shown.seconds, begin, part.call.end):
                     active = self._active.setdefault(frame, {})
-                    active.update(dict.fromkeys(used, (one.call.op, float(one.call.bytes or 0))))
+                    active.update(dict.fromkeys(used, (part.call.op, float(part.call.bytes or 0))))
         counts = [count for active in self._active.values() for _, count in active.values()]
         self._most = max(counts, default=0.0)
 
@@ -855,10 +855,10 @@ def _frames(seconds: float, begin: float, end: float) -> range:
     return range(first, last)
 
 
-def _pairs(number: int, one: Communication, places: Grid) -> Iterator[tuple[int, int]]:
+def _pairs(number: int, part: Communication, places: Grid) -> Iterator[tuple[int, int]]:
     """From which rank to which data flow, for the part of a rank in a collective: around a ring of the group, to and
     from its first rank, or between all of them, as long as these are few enough to be told apart."""
-    op, ranks = one.call.op, one.ranks
+    op, ranks = part.call.op, part.ranks
     if op == "send":
         yield from ((number, peer) for peer in ranks)
     if op in _MESSAGES or number not in ranks or len(ranks) < 2:
@@ -907,7 +907,7 @@ def style() -> str:
 
 def as_json(shown: Film) -> dict[str, Any]:
     """A film as a page reads it."""
-    return {each.name: getattr(shown, each.name) for each in fields(shown)}
+    return {field.name: getattr(shown, field.name) for field in fields(shown)}
 
 
 def still(shown: Film, frame: int) -> str:

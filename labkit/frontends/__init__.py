@@ -15,10 +15,9 @@ They contain no logic and do not know each other.
   answers, the same charts are sent as SVG. It opens each of our widgets again that no message from the kernel
   reaches: anywidget drops all messages to a widget that a busy page needs more than two seconds to start. When a run
   ends, a plain figure stays in the notebook.
-- Terminal. `frontends/terminal/` draws the same facts from RunState with rich.
-- Magic. `frontends/magic/` is `%%torchrun`: `frontends/magic/cell.py` reads the cell and writes it to the `train.py`
-  of the run folder, `frontends/magic/torchrun.py` follows its run and formats what is shown,
-  `frontends/magic/reporting.py` is the only part that runs in the ranks.
+- Terminal. `frontends/terminal.py` draws the same facts from RunState with rich.
+- Magic. `frontends/magic/` is `%%torchrun`: `frontends/magic/torchrun.py` reads the cell, writes it to the `train.py`
+  of the run folder, follows its run and formats what is shown; `report` is the only part that runs in the ranks.
 - Handouts. `frontends/handout/execute.py` runs a lab in a kernel of this Python, over pipes, in a temporary folder.
   `frontends/handout/lab.py` links terms to their definitions; `frontends/handout/clean.py` sanitises the HTML of
   cells by lists, as the last step. What the lab writes itself is escaped and not sanitised:

@@ -456,26 +456,7 @@ def _show(console: Console, check: Check) -> None:
 
 
 CHECKS: tuple[Callable[[], Check], ...] = (
-    *(
-        python,
-        torch,
-        devices,
-        precision,
-        backends,
-        all_reduce,
-        torchvision,
-    ),
+    *(python, torch, devices, precision, backends, all_reduce, torchvision),
     *(jupyterlab, widgets),
-    *(
-        loopback,
-        ports,
-        other_users,
-        shared_memory,
-        runs_folder,
-        limits,
-        digits,
-        warm_start,
-        communication,
-        compiler,
-    ),
+    *(loopback, ports, other_users, shared_memory, runs_folder, limits, digits, warm_start, communication, compiler),
 )

@@ -3,8 +3,8 @@
 It never imports front ends or torch; only the warm server loads torch.
 
 - `launch/local.py`: the engine of this machine: Spec → argv, environment, working folder, a plain value
-- `launch/job.py`: `Job`: start, attach, wait, stop, from any process of the same user
-- `launch/starting.py`: the start of watchdog and supervisor, warm or cold, and the lifeline
+- `launch/job.py`: `Job`: start, attach, wait, stop, from any process of the same user; the start of watchdog and
+  supervisor, warm or cold, and the lifeline
 - `launch/supervisor.py`, `launch/watch.py`: a small process in its own session that starts torchrun, keeps
   `status.json` up to date, takes samples from outside the ranks (NVML, psutil), notices that the folder was deleted,
   moved or emptied, and ensures that no process is left

@@ -17,12 +17,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from labkit.jobs.job_files import Launch, Profile, sbatch
-from labkit.jobs.portable import Portable, per_node_of
-from labkit.launch.job import Job
+from labkit.jobs import Launch, Portable, Profile, per_node_of, sbatch
+from labkit.launch.job import Job, LaunchError, start_supervisor
 from labkit.launch.local import probe_environment
 from labkit.launch.slurm_agent import asked, cancel, is_batch_file, job_of
-from labkit.launch.starting import LaunchError, start_supervisor
 from labkit.launch.warm.client import Cold
 from labkit.plan.spec import Spec
 from labkit.record.documents import LaunchPlan

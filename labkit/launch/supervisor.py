@@ -67,10 +67,7 @@ def _only(granted: tuple[str, ...]) -> dict[str, str]:
     indices = {gpu.uuid: str(gpu.index) for gpu in Machine.here().gpus if gpu.index >= 0}
     if not indices.keys() >= set(granted):
         return {"CUDA_VISIBLE_DEVICES": ",".join(granted)}
-    return {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": ",".join(indices[uuid] for uuid in granted),
-    }
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(indices[uuid] for uuid in granted)}
 
 
 def _leave(watchdog: int) -> NoReturn:

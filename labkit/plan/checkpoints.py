@@ -243,12 +243,7 @@ def _other_option(checkpoint: Checkpoint, spec: Spec, name: str) -> str:
     return f"{checkpoint.path} has {name}={found!r}, and this run has {name}={spec.options[name]!r}; {fix}{_WITHOUT}"
 
 
-_DIFFERENT = {
-    "format": _other_format,
-    "layout": _other_layout,
-    "workload": _other_workload,
-    "engine": _other_engine,
-}
+_DIFFERENT = {"format": _other_format, "layout": _other_layout, "workload": _other_workload, "engine": _other_engine}
 
 
 def _nothing_to_do(checkpoint: Checkpoint, spec: Spec) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from labkit.common.units import size
+from labkit.common.units import counted, size
 from labkit.plan.fields import SpecError
 from labkit.setup import environment, preflight
 from labkit.setup.limits import ConfigError, in_force
@@ -33,14 +33,14 @@ def settled(spec: Spec, machine: Machine) -> Spec:
     if device == "cuda" and nproc > len(machine.gpus):
         raise SpecError(
             "nproc",
-            f"--nproc {nproc} exceeds the {_count(len(machine.gpus), 'GPU')} of this machine; "
+            f"--nproc {nproc} exceeds the {counted(len(machine.gpus), 'GPU')} of this machine; "
             f"use --nproc {len(machine.gpus)}, or --device cpu for CPU ranks",
         )
     if device == "cpu" and nproc > machine.max_cpu_ranks:
         raise SpecError(
             "nproc",
             f"--nproc {nproc} exceeds the maximum of {machine.max_cpu_ranks} CPU ranks for "
-            f"{_count(machine.cores, 'core')}; use --nproc {machine.max_cpu_ranks}",
+            f"{counted(machine.cores, 'core')}; use --nproc {machine.max_cpu_ranks}",
         )
     _check_limits(nproc, device)
     spec = replace(spec, device=device, nproc=nproc)
@@ -138,7 +138,7 @@ def _too_many_workers(spec: Spec, machine: Machine) -> str | None:
         return None
     return (
         f"workers={each} on {ranks} ranks starts {each * ranks} processes, more than the maximum of"
-        f" {machine.max_workers} for {_count(machine.cores, 'core')}; use workers={machine.max_workers // ranks} or"
+        f" {machine.max_workers} for {counted(machine.cores, 'core')}; use workers={machine.max_workers // ranks} or"
         " less"
     )
 
@@ -164,7 +164,3 @@ def default_precision(spec: Spec, gpus: Sequence[Gpu]) -> str:
         return replace(spec, precision="fp16").precision
     except SpecError:
         return "fp32"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" + ("" if number == 1 else "s")

@@ -10,40 +10,34 @@ process. A trace that fails, a process that is killed and one that takes too lon
 then has what the formulas of `analysis/theory/` say.
 
 - `prediction/tracing/rank.py`: builds the script's model and optimizer from its own functions, runs two steps (FSDP)
-  or three under torch's fake tensors, and reports the last one
+  or three under torch's fake tensors, and reports the last one with its phases
 - `prediction/tracing/tape.py`: a dispatch mode that records every allocation, release and collective; its record goes
-  through the same `curve` as a profiled step, so predicted and measured figures have one definition
-- `prediction/tracing/world.py`: one rank of torch's fake process group, and the few functions of torch that read data
-  or wait for peers
-- `prediction/tracing/replicas.py`: stands in for `DistributedDataParallel`, whose C++ reducer cannot read fake
-  tensors
+  through the same `curve` as a profiled step, so predicted and measured figures have one definition. It also has what
+  the rank computes and sends, in order (FLOPs and bytes of each kernel, and where the result of each collective is
+  needed), what it recomputes, and what the model needs on one device
+- `prediction/tracing/world.py`: one rank of torch's fake process group, the few functions of torch that read data or
+  wait for peers, and what stands in for `DistributedDataParallel`, whose C++ reducer cannot read fake tensors
 - `prediction/tracing/kernels.py`: the temporary memory inside kernels, such as a convolution's, measured by executing
   each distinct operation once
-- `prediction/tracing/work.py`: what the rank computes and sends, in order: FLOPs and bytes of each kernel, and where
-  the result of each collective is needed
-- `prediction/tracing/phases.py`: the phases of the step
-- `prediction/tracing/flops.py`: the floating-point operations that a rank executes and recomputes, and those that the
-  model needs on one device
 - `prediction/tracing/torch_private.py`: the table of torch's private names that a trace needs, like that of the probe
 - `prediction/tracing/own_script.py`: executes a script of the user's own instead: steps, phases and owners are found
-  by the hooks of the probe, with the tape as their clock
+  by the hooks of the probe, with the tape as their clock; what such a script hears about GPUs, data loaders and other
+  ranks is there, too
 - `prediction/tracing/guard.py`: refuses what would change anything: an audit hook, and a limit of 0 bytes per file
-- `prediction/tracing/gpu.py`, `prediction/tracing/alone.py`: what such a script says about GPUs, data loaders and
-  other ranks
 
 What depends on the machine is added to a plan whenever it is read: the peak of its devices, and whether the ranks fit
 into their memory (`prediction/fitting.py`).
 
-The time of a step (`prediction/timing.py`) needs no fake tensors: `prediction/tracing/compute.py` runs the script
-with real tensors and data in the process group of `prediction/tracing/silent.py`, in which every collective is over
-at once, and cuts what the rank computes, in CPU time, at the moments when it starts a collective or waits for one.
-This is the rank's program. As many ranks as there are cores are measured at a time. `prediction/simulation.py`
-executes the programs of all ranks against a model of communication, in which ranks on CPUs share the cores, also with
-gloo's copying, and returns the timeline of a step in the form of a profiled one. A collective on CPU ranks often
-takes some milliseconds longer when ranks compute between two of them: the calibration measures such calls, too, and
-the simulation adds one of their delays, drawn at random, to each collective and message. For a named machine,
-`prediction/timing.py` gives the seconds of the traced kernels, and `prediction/links.py` those of the collectives;
-neither runs anything. So it does for a script of the user's own on this machine, from what was calibrated.
+The time of a step (`prediction/timing.py`) needs no fake tensors: `prediction/tracing/compute.py` runs the script with
+real tensors and data in a process group in which every collective is over at once, and cuts what the rank computes, in
+CPU time, at the moments when it starts a collective or waits for one. This is the rank's program. As many ranks as
+there are cores are measured at a time. `prediction/simulation.py` executes the programs of all ranks against a model of
+communication, in which ranks on CPUs share the cores, also with gloo's copying, and returns the timeline of a step in
+the form of a profiled one. A collective on CPU ranks often takes some milliseconds longer when ranks compute between
+two of them: the calibration measures such calls, too, and the simulation adds one of their delays, drawn at random, to
+each collective and message. For a named machine, `prediction/timing.py` gives the seconds of the traced kernels, and
+`prediction/links.py` those of the collectives; neither runs anything. So it does for a script of the user's own on this
+machine, from what was calibrated.
 
 A run that is started with a Spec whose plan is cached stores it. `analysis/prediction.py` compares it with the
 measurement, and names the owners of memory in which a rank differs. What is read from a tensor without data is
@@ -72,17 +66,16 @@ collects the medians and, on CPUs, the times of single calls after computing. Th
 time of a call; what the others take longer are its delays. The table is not used on another machine or with another
 torch.
 
-`prediction/scale/` has no Spec and no trace: it estimates a transformer under any layout by closed formulas, for
-advice (`labkit advise`) and scaling. `prediction/scale/asked.py` turns arguments into a `Training`, the input of
-everything else, and into a `Layout`; `prediction/scale/shapes.py` finds the model and `prediction/scale/model.py` has
-its numbers. A `Layout` is one choice of the table of shardings, of degrees, and of a row of
-`prediction/scale/frameworks.py`, which says what a framework does differently; `prediction/scale/memory.py` and
-`prediction/scale/step.py` make it an `Estimate`, with each rule and its source in their docstrings. What an
-accelerator and a network reach is in `prediction/devices.py`, or in a file that `prediction/own_machine.py` reads.
-`prediction/scale/advice.py` tries all layouts, and `prediction/scale/scaling.py` all numbers of devices.
-`prediction/scale/check.py` compares estimates with published runs; constants that were fitted are in these tables
-only, never next to a case. The formulas of the states are those of `analysis/theory/`, and a test compares them with
-the trace. `figures/advice.py`, `figures/estimated.py` and `figures/advice.py` display the results.
+`prediction/scale/` has no Spec and no trace: it estimates a transformer under any layout by closed formulas, for advice
+(`labkit advise`) and scaling. `prediction/scale/asked.py` turns arguments into a `Training`, the input of everything
+else, and into a `Layout`; `prediction/scale/model.py` finds the model and has its numbers. A `Layout` is one choice of
+the table of shardings, of degrees, and of a row of `prediction/scale/frameworks.py`, which says what a framework does
+differently; `prediction/scale/step.py` makes it an `Estimate`, with each rule and its source in their docstrings. What
+an accelerator and a network reach is in `prediction/devices.py`, or in a file that `prediction/scale/asked.py` reads.
+`prediction/scale/advice.py` tries all layouts, and all numbers of devices. `prediction/scale/check.py` compares
+estimates with published runs; constants that were fitted are in these tables only, never next to a case. The formulas
+of the states are those of `analysis/theory/`, and a test compares them with the trace. `figures/advice.py` and
+`figures/estimated.py` display the results.
 
 `prediction/scale/published.csv.gz` has published runs on real GPUs, verbatim, and `prediction/scale/published.py`
 reads them as a `Training`, a `Layout` and what was measured. `prediction/scale/atlas.py` selects some of them, ranks

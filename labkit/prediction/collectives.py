@@ -92,10 +92,7 @@ def _ring(rounds: int, factor: Callable[[int], float]) -> Callable[[int, int], L
         local, far = ranks // nodes, rounds * (nodes - 1)
         traffic = factor(ranks)
         return Load(
-            rounds * (ranks - 1) - far,
-            far,
-            traffic if local > 1 else 0.0,
-            traffic / local if nodes > 1 else 0.0,
+            rounds * (ranks - 1) - far, far, traffic if local > 1 else 0.0, traffic / local if nodes > 1 else 0.0
         )
 
     return load

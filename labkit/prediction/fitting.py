@@ -63,7 +63,7 @@ def estimates(calls: Iterable[Called], allocator: AllocatorPeak) -> list[Estimat
             low=287_047_680,
             high=666_632_192,
             source="PyTorch pull request 86509, a process with one tensor: kernels loaded lazily, and all at once",
-        ),
+        )
     ]
     if groups:
         found.append(

@@ -8,18 +8,17 @@ labkit, the probe imports only the event writer (`record`).
 
 =================== ==================================================================================================
 `__main__`          binds the rank to the launcher, then starts the runner
-`lifetime`          ties the lifetimes of a run's processes together with kernel signals (Linux)
+`lifetime`          ties the lifetimes of a run's processes together with kernel signals (Linux); ends the process as
+                    python does
 `runner`            finds the script's code and runs it as `__main__` exactly as python does; reports errors
-`leaving`           ends the process as python does
-`journal`           writes the rank's events and never raises
-`parts`             the parts that can be lost one by one, and what is not measured without each
-`torch_private`     the private names of torch that the probe relies on
+`journal`           writes the rank's events and never raises; keeps torch.compile from tracing the probe
+`torch_private`     the private names of torch that the probe relies on, and what is not measured without each part
 `patches`           installs and removes all wrappers and hooks
-`hooks`             decides what they call
-`backward`          calls of backward, and gradient scalers
-`threads`           selects the thread of the script that is followed; processes that the script starts
-`untraced`          keeps torch.compile from tracing the probe
-`steps`             turns hook calls into steps and phases, and writes each once the device has finished it
+`hooks`             decides what they call; calls of backward, and gradient scalers
+`threads`           selects the thread of the script that is followed; processes that the script starts; threads of
+                    `nn.DataParallel`
+`steps`             turns hook calls into steps and phases, and writes each once the device has finished it;
+                    milestones of a rank before its first step
 `losses`            the loss of a step, per optimizer
 `samples`           the number of samples of a step, and facts that are compared across ranks
 `optimizers`        the script's optimizers, which of them paces the steps, and updates that no hook reports
@@ -27,10 +26,8 @@ labkit, the probe imports only the event writer (`record`).
 `memory`            bytes of live tensors by owner, those that outlive a step, and what the C library keeps
 `sampler`           profiles a few steps with torch's profiler
 `timeline`          turns a profile into a timeline and a memory curve
-`startup`           milestones of a rank before its first step
-`replicas`          threads of `nn.DataParallel`
-`waiting`           a thread that detects when the script makes no progress
-`position`          the script's position in files that outlive the process: for crashes, kills, endless C calls
+`waiting`           a thread that detects when the script makes no progress; the script's position in files that
+                    outlive the process: for crashes, kills, endless C calls
 `tensors`           writes gradients and parameters to files if LABKIT_TENSORS=1
 `traffic`           bytes exchanged between ranks, by operation, from torch's flight recorder
 `hosts`             several nodes: the store on loopback, the hosts of all ranks, nodes that are cut off
@@ -43,9 +40,8 @@ the probe that fails is switched off and recorded once (`probe_error`); the scri
 
 Everything that the probe replaces or registers is in one table, and is installed and removed in one place
 (`probe/patches.py`), each function guarded on its own. The private names of torch are in another table
-(`probe/torch_private.py`), each with the part that is lost without it; `probe/parts.py` says what is then not
-measured, and a finding repeats it. `tests/probe/test_torch_private.py` renames one name at a time and expects exactly
-that part to be lost.
+(`probe/torch_private.py`), each with the part that is lost without it and what is then not measured, which a finding
+repeats. `tests/probe/test_torch_private.py` renames one name at a time and expects exactly that part to be lost.
 
 Profiled steps. `probe/sampler.py` runs torch's profiler for one step in fifty, for an early one, and for those that
 `capture.json` requests; `probe/sampler.py` reads its results. `probe/timeline.py`, pure functions over plain rows,
@@ -61,7 +57,7 @@ on, or never, depending on what else was freed: a warm run of the CNN took 80 ms
 saved files).
 
 Hangs and crashes. `probe/waiting.py` is a thread that notices a lack of progress, and writes stacks and collectives
-while it lasts. `probe/position.py` serves the cases in which this thread cannot run: it keeps the current line in a
-small file, and faulthandler writes the stacks at a fatal signal, or when a C call has held the GIL for too long.
-`os._exit` is wrapped, which reports even this exit with its line.
+while it lasts. `Position` serves the cases in which this thread cannot run: it keeps the current line in a small file,
+and faulthandler writes the stacks at a fatal signal, or when a C call has held the GIL for too long. `os._exit` is
+wrapped, which reports even this exit with its line.
 """

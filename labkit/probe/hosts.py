@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.probe.journal import Journal
-from labkit.probe.leaving import exit_process
+from labkit.probe.lifetime import exit_process
 from labkit.probe.patches import Patches
 
 # ---- the workers' store on loopback

@@ -159,8 +159,8 @@ def measure(operation: str, size: int, device: torch.device) -> dict[str, Any]:
     messages = _MESSAGES.get(operation, 1)
     return {
         "size": whole.nbytes,
-        "seconds": [one / messages for one in found],
-        "after_computing": [one / messages for one in late],
+        "seconds": [seconds / messages for seconds in found],
+        "after_computing": [seconds / messages for seconds in late],
         "computed": _COMPUTED if late else (),
     }
 
@@ -176,9 +176,9 @@ def measured(operation: str, sizes: list[int], device: torch.device) -> Iterator
 
 def products(precision: torch.dtype) -> list[float]:
     """FLOP/s of the slowest rank in each of some products of two square matrices."""
-    clock, one = Clock(torch.device("cpu")), torch.ones(_SIDE, _SIDE, dtype=precision)
-    clock.once(lambda: one @ one)  # the first one is slower
-    found = clock.slowest([clock.once(lambda: one @ one) for _ in range(_REPETITIONS[0])])
+    clock, matrix = Clock(torch.device("cpu")), torch.ones(_SIDE, _SIDE, dtype=precision)
+    clock.once(lambda: matrix @ matrix)  # the first one is slower
+    found = clock.slowest([clock.once(lambda: matrix @ matrix) for _ in range(_REPETITIONS[0])])
     return [2 * _SIDE**3 / seconds for seconds in found]
 
 
@@ -186,12 +186,12 @@ def kernels() -> dict[str, list[float]]:
     """Of the slowest rank, several times: `copies`, bytes per second that a copy of a large tensor reads and writes,
     `launch`, the seconds of an operation on one number, and `slowdown`, by how much a computation takes longer than if
     nothing but the ranks used the cores."""
-    clock, one, large = Clock(torch.device("cpu")), torch.ones(1), torch.ones(_COPIED // 4)
+    clock, number, large = Clock(torch.device("cpu")), torch.ones(1), torch.ones(_COPIED // 4)
     target = torch.empty_like(large)
 
     def launches() -> None:
         for _ in range(_LAUNCHES):
-            one.add_(1)
+            number.add_(1)
 
     found = {}
     calls = {"copies": lambda: target.copy_(large), "launch": launches, "slowdown": lambda: compute(_ALONE)}

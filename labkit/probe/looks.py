@@ -155,12 +155,14 @@ class Looks:
         self._weights.append(self._weigh(_weight_of_one, made_by))
 
     def _keep_gradients(self) -> None:
-        self._gradients = self._sums([one.grad for *_, one in self._tensors() if one.grad is not None])
+        self._gradients = self._sums(
+            [parameter.grad for *_, parameter in self._tensors() if parameter.grad is not None]
+        )
 
     def _look_before(self, optimizer: torch.optim.Optimizer) -> None:
         tensors = self._tensors()
-        updated = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        with_gradient = [one for *_, one in tensors if one.grad is not None]
+        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        with_gradient = [parameter for *_, parameter in tensors if parameter.grad is not None]
         if not with_gradient:
             return
         self._step["gradients"] = True
@@ -170,11 +172,11 @@ class Looks:
             self._step["order"] = order if order != sorted(order) else []
         self._step["idle"] = self._step.get("idle", []) + [
             number
-            for number, (*_, one) in enumerate(tensors)
-            if id(one) in updated and one.requires_grad and one.grad is None and _is_read(one)
+            for number, (*_, parameter) in enumerate(tensors)
+            if id(parameter) in updated and parameter.requires_grad and parameter.grad is None and _is_read(parameter)
         ]
         if self._gradients is not None and self._clipped is None and not self._watch.memory_is_profiled:
-            now = self._sums([one.grad for one in with_gradient])
+            now = self._sums([parameter.grad for parameter in with_gradient])
             if now is not None and len(now) == len(self._gradients):
                 self._clipped = self._gradients, now
 
@@ -226,15 +228,15 @@ class Looks:
             fields["unset"] = _unset()
         if group > 1 and step > 1 and not end:
             fields["silent"] = self._has_sent() is False
-        weights = [one for one in self._weights if one is not None]
+        weights = [weight for weight in self._weights if weight is not None]
         if step and weights and len(weights) == len(self._weights):
             fields["weight"] = sum(weights) / len(weights)
         fields |= {"end": end, "group": group, "settings": self._settings(), "calls": _calls() if group else {}}
-        sums = self._sums([one for *_, one in tensors])
+        sums = self._sums([tensor for *_, tensor in tensors])
         values = [sums, *(clipped or ())]
         if sums is None:
             return
-        lengths = [len(one) for one in values]
+        lengths = [len(row) for row in values]
 
         def arrived(rows: list[Any]) -> None:
             if clipped:
@@ -270,12 +272,14 @@ class Looks:
     def _models(self) -> list[torch.nn.Module]:
         """The models that train, and those in DDP; not a part of one, and none that only shares its parameters, such as
         a slice of a Sequential."""
-        wrappers = [one for one in self._wrappers if hasattr(one, "reducer")]  # made without an error
+        wrappers = [wrapper for wrapper in self._wrappers if hasattr(wrapper, "reducer")]  # made without an error
         others = [model for model in self._watch.models if model not in self._wrappers]
         found: list[torch.nn.Module] = []
         known: set[int] = set()
-        for model in sorted(outermost([*wrappers, *others]), key=lambda one: (one not in self._wrappers, _size(one))):
-            parameters = {id(one) for one in model.parameters()}
+        for model in sorted(
+            outermost([*wrappers, *others]), key=lambda model: (model not in self._wrappers, _size(model))
+        ):
+            parameters = {id(parameter) for parameter in model.parameters()}
             if not parameters or not parameters <= known:
                 found.append(model)
                 known |= parameters
@@ -302,7 +306,7 @@ class Looks:
                 {
                     "name": type(model).__name__,
                     "ranks": sorted(dist.get_process_group_ranks(model.process_group)) if ddp else None,
-                    "called": not ddp or any(one is model for one in self._watch.models),
+                    "called": not ddp or any(trained is model for trained in self._watch.models),
                     "buffers": bool(ddp and model.broadcast_buffers),
                     "sharded": _is_sharded(model),
                 }
@@ -314,10 +318,10 @@ class Looks:
         if _is_captured():
             return None
         with torch.no_grad():
-            parts = [_elements(one) for one in tensors]
+            parts = [_elements(tensor) for tensor in tensors]
             if not parts:
                 return torch.empty(0, 2, dtype=torch.float64)
-            device = next((one.device for one in parts if one.is_cuda), parts[0].device)
+            device = next((part.device for part in parts if part.is_cuda), parts[0].device)
             rows = torch.zeros(len(parts), _ELEMENTS, dtype=torch.float64, device=device)
             for row, part in zip(rows.unbind(), parts):
                 row[: len(part)].copy_(part, non_blocking=True)
@@ -333,11 +337,15 @@ class Looks:
                 place += f" of optimizer {which}" if len(optimizers) > 1 else ""
                 for name, value in group.items():
                     values = value if isinstance(value, (list, tuple)) and name != "params" else [value]
-                    for index, one in enumerate(values if name != "params" else ()):
-                        if isinstance(one, torch.Tensor) and one.numel() == 1 and not one.is_cuda:
-                            one = one.item()
-                        if isinstance(one, (int, float)) and not isinstance(one, bool) and math.isfinite(one):
-                            found[f"{name}{f'[{index}]' if len(values) > 1 else ''}{place}"] = float(one)
+                    for index, setting in enumerate(values if name != "params" else ()):
+                        if isinstance(setting, torch.Tensor) and setting.numel() == 1 and not setting.is_cuda:
+                            setting = setting.item()
+                        if (
+                            isinstance(setting, (int, float))
+                            and not isinstance(setting, bool)
+                            and math.isfinite(setting)
+                        ):
+                            found[f"{name}{f'[{index}]' if len(values) > 1 else ''}{place}"] = float(setting)
         return found
 
     def _has_sent(self) -> bool | None:
@@ -347,7 +355,7 @@ class Looks:
             entries = self._recorder.entries()
             if entries:
                 since = self._recorder.since(self._since, entries)
-                self._sent = since is None or any(one["op"] != "barrier" for one in since) or self._sends() > 0
+                self._sent = since is None or any(entry["op"] != "barrier" for entry in since) or self._sends() > 0
         return self._sent
 
 
@@ -371,9 +379,9 @@ def _parts(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 def _order(tensors: Sequence[Any], optimizer: torch.optim.Optimizer) -> list[int]:
     """The numbers of the tracked tensors, in the order in which an optimizer holds them."""
-    number = {id(one): which for which, (*_, one) in enumerate(tensors)}
-    held = (number.get(id(one)) for group in optimizer.param_groups for one in group["params"])
-    return [one for one in held if one is not None]
+    number = {id(tensor): which for which, (*_, tensor) in enumerate(tensors)}
+    held = (number.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"])
+    return [index for index in held if index is not None]
 
 
 def _calls() -> dict[str, int]:

@@ -169,7 +169,7 @@ class Held:
         modules, tensors, data = _found()
         self._modules = weakref.WeakSet(module for module in modules if next(_own(module, *_MEMBERS), None) is not None)
         self.replicas = weakref.WeakSet(module for module in modules if _is_replica(module))
-        counted = (one for one in tensors[:_MOST] if _is_on(one, device) and not self._batches.waits(one))
+        counted = (tensor for tensor in tensors[:_MOST] if _is_on(tensor, device) and not self._batches.waits(tensor))
         seen = {id(tensor): tensor for tensor in counted}
         lasting = [tensor for key, tensor in seen.items() if key in self._seen and self._seen[key]() is tensor]
         self._lasting = [weakref.ref(tensor) for tensor in lasting]
@@ -203,8 +203,8 @@ def _own(
 ) -> Iterator[torch.Tensor]:
     """The module's own tensors, without submodules; none if its `__init__` has not run yet."""
     with suppress(AttributeError):
-        for each in members:
-            yield from (tensor for _, tensor in each(module, recurse=False))
+        for named in members:
+            yield from (tensor for _, tensor in named(module, recurse=False))
 
 
 def _is_replica(module: torch.nn.Module) -> bool:
@@ -463,7 +463,7 @@ class MemoryWatch:
         """Counts everything that outlives a step with a census; returns the bytes by owner."""
         owned = states_of([*self._models], [*self._optimizers], self._held.parameters())
         found = {owner: census.add(tensors, owner) for owner, tensors in owned.items()} | {
-            "communication": sum(self._guard(_buckets, model) or 0 for model in self._replicas()),
+            "communication": sum(self._guard(_buckets, model) or 0 for model in self._replicas())
         }
         if self.device.type == "cpu":
             census.leave_out(self._held.data())  # in a GPU run they would be in host memory
@@ -471,7 +471,7 @@ class MemoryWatch:
             "other": (
                 census.add((buffer for model in self._models for buffer in model.buffers()), "other")
                 + census.add(self._held.rest(), "other")
-            ),
+            )
         }
 
 
@@ -482,9 +482,7 @@ def _watch(storage: torch.UntypedStorage, released: dict[int, float]) -> None:
 
 
 def states_of(
-    models: Iterable[torch.nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    more: Iterable[torch.Tensor] = (),
+    models: Iterable[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], more: Iterable[torch.Tensor] = ()
 ) -> dict[str, Iterator[torch.Tensor | None]]:
     """The model states by owner: parameters, also of `more` modules, their gradients, and the optimizers' tensors."""
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -502,7 +500,7 @@ def _buckets(model: Any) -> int:
     total = sum(_bucket_sizes(DDP_LOGGING.of(model)()))
     if not model.gradient_as_bucket_view:
         return total
-    storages = [one.grad.untyped_storage() for one in model.parameters() if one.grad is not None]
+    storages = [parameter.grad.untyped_storage() for parameter in model.parameters() if parameter.grad is not None]
     viewed = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return max(0, total - sum(viewed.values()))
 

@@ -88,7 +88,9 @@ class Optimizers:
 
     def few(self) -> list[torch.optim.Optimizer]:
         """All of them; empty if there are too many to distinguish."""
-        return [one for made in self._made if (one := made()) is not None] if len(self._made) <= _MOST else []
+        return (
+            [optimizer for made in self._made if (optimizer := made()) is not None] if len(self._made) <= _MOST else []
+        )
 
 
 def witnesses(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -163,7 +165,10 @@ class UpdateWatch:
             return
         optimizers = self._optimizers.few()
         self._kept = [
-            self._witness(p, one) for one in optimizers for p in witnesses(one) if p.grad is not None and _has_data(p)
+            self._witness(p, optimizer)
+            for optimizer in optimizers
+            for p in witnesses(optimizer)
+            if p.grad is not None and _has_data(p)
         ]
         if not self._kept and not self._reported:
             own = [leaf for leaf in self._leaves if _has_data(leaf)]
@@ -233,7 +238,8 @@ def gradients(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[tuple[in
     them.
     """
     return [
-        [(id(p.grad), _version(p.grad)) if p.grad is not None else (0, 0) for p in witnesses(one)] for one in optimizers
+        [(id(p.grad), _version(p.grad)) if p.grad is not None else (0, 0) for p in witnesses(optimizer)]
+        for optimizer in optimizers
     ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from labkit.probe import torch_private
 from labkit.probe.journal import Guard, Journal
-from labkit.probe.parts import MissingName, find
+from labkit.probe.torch_private import MissingName, find
 
 _MODULES, _OPTIMIZERS = "torch.nn.modules.module", "torch.optim.optimizer"
 _DISTRIBUTED, _GROUPS = "torch.distributed", "torch.distributed.distributed_c10d"

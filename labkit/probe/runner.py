@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from labkit.probe import lifetime
 from labkit.probe.hosts import keep_stores_local
 from labkit.probe.journal import Guard, Journal
-from labkit.probe.leaving import exit_process, leave
+from labkit.probe.lifetime import exit_process, leave
 from labkit.probe.memory import keep_memory
 from labkit.probe.patches import Patches
-from labkit.probe.position import Position
+from labkit.probe.waiting import Position
 from labkit.record import clock
 from labkit.record.stacks import MESSAGE_LIMIT, clipped, of_script
 

@@ -18,7 +18,6 @@ import torch
 from labkit.probe.clocks import CpuClock, CudaClock
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.memory import MemoryWatch, Snapshots, give_back_memory
-from labkit.probe.parts import MissingName
 from labkit.probe.patches import Patches
 from labkit.probe.timeline import OF_PROBE, Allocation, Row, collectives, curve, timeline
 from labkit.probe.torch_private import (
@@ -28,6 +27,7 @@ from labkit.probe.torch_private import (
     KINETO_TREE,
     LOG_LEVEL,
     PROFILER_ENABLED,
+    MissingName,
 )
 from labkit.probe.traffic import TrafficWatch
 from labkit.record import clock as run_clock

@@ -13,10 +13,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from labkit.probe.journal import Guard, Journal
+from labkit.probe.journal import Guard, Journal, compiling
 from labkit.probe.memory import local, tensors_in
 from labkit.probe.patches import Patches
-from labkit.probe.untraced import compiling
 
 # ---- facts that are compared across ranks
 
@@ -113,7 +112,8 @@ class Observations:
             parameters = [local(parameter.detach()) for model in models for parameter in model.parameters()]
             counts = {"nan": torch.isnan, "infinite": torch.isinf}
             found = {
-                name: sum(bool(test(one).any()) for one in parameters if one.numel()) for name, test in counts.items()
+                name: sum(bool(test(parameter).any()) for parameter in parameters if parameter.numel())
+                for name, test in counts.items()
             }
             self._record("not_finite", step=step, parameters=len(parameters), **found)
 
@@ -133,16 +133,16 @@ class Observations:
             self._input_step = step
             tensors = list(tensors_in(values))
             rows = [] if any(tensor.requires_grad for tensor in tensors) else _first_rows(tensors)
-            if any(one.is_cuda for one in rows):
+            if any(row.is_cuda for row in rows):
                 self._copy(step, rows)
             elif rows or any(tensor.requires_grad for tensor in tensors):
                 self._record("input", step=step, digest=_digest_of(rows) if rows else None)
 
     def _copy(self, step: int, rows: list[torch.Tensor]) -> None:
         """Starts to copy rows to the CPU; they are read in a later step, so that nothing waits for the GPU."""
-        device = next(one.device for one in rows if one.is_cuda)
+        device = next(row.device for row in rows if row.is_cuda)
         copies = [
-            torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True) for one in rows
+            torch.empty(row.shape, dtype=row.dtype, pin_memory=True).copy_(row, non_blocking=True) for row in rows
         ]
         with torch.cuda.device(device):
             over = torch.cuda.Event()
@@ -281,7 +281,7 @@ def _digests_of_data(data: Any) -> tuple[str, str]:
     found = []
     for value in vars(data).values() if hasattr(data, "__dict__") else ():
         if isinstance(value, (list, tuple, dict)) and value:
-            parts = [_as_text(one) for one in list(value.items() if isinstance(value, dict) else value)[:_INDICES]]
+            parts = [_as_text(item) for item in list(value.items() if isinstance(value, dict) else value)[:_INDICES]]
             if all(parts):
                 found.append(parts)
     return _of_parts(found) if found else ("", "")
@@ -316,8 +316,8 @@ def _first_rows(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _digest_of(rows: Iterable[torch.Tensor]) -> str:
     """A digest of rows in CPU memory."""
     digest = hashlib.blake2b(digest_size=8)
-    for one in rows:
-        digest.update(one.view(torch.uint8).numpy().tobytes()[:_DIGESTED])
+    for row in rows:
+        digest.update(row.view(torch.uint8).numpy().tobytes()[:_DIGESTED])
     return digest.hexdigest()
 
 

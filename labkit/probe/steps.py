@@ -10,20 +10,73 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed
 
 from labkit.probe.clocks import CpuClock, CudaClock, clock_for, computes_on, likely_device
+from labkit.probe.hosts import exchange
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.looks import Looks
 from labkit.probe.losses import Edge, Loss, LossWatch, Share, share_of
 from labkit.probe.memory import MemoryWatch, local
 from labkit.probe.optimizers import InsideBackward, Optimizers, Pace, UpdateWatch
+from labkit.probe.patches import Patches
 from labkit.probe.sampler import StepSampler
 from labkit.probe.samples import Observations, SampleCount, Shape, packed, shapes_in
-from labkit.probe.startup import Startup
 from labkit.probe.threads import ScriptThread
 from labkit.probe.traffic import FlightRecorder, GroupWatch
 from labkit.record import clock
-from labkit.record.writer import PHASES
+from labkit.record.writer import PHASES, STARTUP
+
+# ---- milestones of a rank before its first step: `startup` events, each at most once per process, and so once per
+# attempt
+#
+# ======= =====================================================================================
+# name    written when
+# ======= =====================================================================================
+# group   `init_process_group` has returned for the first time
+# data    a DataLoader is created for the first time, so its data set is ready
+# batch   a loader returned its first batch, or a model is called in training before that
+# ======= =====================================================================================
+#
+# Milestones that a script never reaches are not written, for example `group` without a process group or `data` without
+# a loader.
+
+
+class Startup:
+    """Writes each milestone once; later calls cost one lookup in a small set."""
+
+    def __init__(self, journal: Journal, patches: Patches):
+        self._journal, self._guard = journal, Guard(journal, "startup")
+        self._hosts = Guard(journal, "hosts")
+        self._awaited = set(STARTUP)
+        if torch.distributed.is_available():
+            patches.wrap("startup", "torch.distributed.init_process_group", self._forming)
+        patches.wrap("startup", "torch.utils.data.DataLoader.__init__", self._loading)
+
+    def reached(self, name: str) -> None:
+        """The rank has reached `name`, one of `events.STARTUP`."""
+        if name in self._awaited:
+            self._awaited.discard(name)
+            self._journal.write("startup", name=name)
+
+    def _forming(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            given = original(*args, **kwargs)
+            first = "group" in self._awaited
+            self._guard(self.reached, "group")
+            if first:
+                self._hosts(exchange, self._journal)  # its NodesDiffer, a SystemExit, ends the script
+            return given
+
+        return init_process_group
+
+    def _loading(self, original: Callable[..., None]) -> Callable[..., None]:
+        def init(loader: Any, *args: Any, **kwargs: Any) -> None:
+            original(loader, *args, **kwargs)
+            self._guard(self.reached, "data")
+
+        return init
+
 
 # ---- steps whose work was submitted to the device, until their times and losses are known
 
@@ -130,24 +183,59 @@ class Pending:
         self._due = time.monotonic() + _OFTEN
 
 
-# ---- the activity of a rank (training, evaluating, compiling an extension) and the phases of its current step
+# ---- turns the hooks' calls into steps and phases
 
 
 OTHER = "other"  # the phase of a step outside of all others
 
 
-class Activity:
-    """Writes `activity` and `device`; holds the marks of the current step."""
+class StepWatch:
+    """The activity of one rank (training, evaluating, compiling an extension), the phases of its current step, and the
+    end of each, reported by hooks in the script's thread; writes `step`, `losses`, `optimizer`, `memory`, `activity`,
+    `device`, and calls `after_step` after each step.
+    """
 
     def __init__(self, journal: Journal):
-        self.progress = time.monotonic()  # the time of the last report
         self._journal = journal
+        # the activity, and the marks of the current step
+        self.progress = time.monotonic()  # the time of the last report
         self._clock: CpuClock | CudaClock | None = None
         self._activity: str | None = None
         self._before_build: tuple[str | None] | None = None
         self._stack: list[str] = []
         self._marks: list[Any] = []
         self._names: list[str] = []
+        # finished steps
+        self.finished = 0
+        self.memory = MemoryWatch(journal)
+        self.sampler: StepSampler | None = None
+        self.after_step: list[Callable[[], None]] = []
+        self.optimizers = Optimizers()
+        self._sample, self._look = Guard(journal, "timelines"), Guard(journal, "memory")
+        self._pace = Pace()
+        self._losses = LossWatch(self.optimizers, journal.write)
+        self._pending = Pending(journal.write, self._losses)
+        self._samples = SampleCount()
+        # what the hooks have seen
+        self.evaluations = 0
+        self.recorder = FlightRecorder(journal)
+        self.groups: GroupWatch | None = None
+        self.observations: Observations | None = None
+        self.startup: Startup | None = None
+        self.looks: Looks | None = None
+        self._see, self._share = Guard(journal, "observations"), Guard(journal, "loss shares")
+        self._finite = True  # whether all known losses were finite
+        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.thread = ScriptThread()
+        self.backwards = 0
+        self.scaler_steps = 0  # calls of a GradScaler's step, which may skip the optimizer's
+        self._updates = UpdateWatch(self.optimizers, Guard(journal, "compiled updates"))
+        self._loss: Loss | None = None
+        self._closure_ran = False
+        self._inside = InsideBackward()
+        self._stepping: list[torch.optim.Optimizer] = []
+        self._creating: torch.optim.Optimizer | None = None
+        self._restart()
 
     @property
     def activity(self) -> str | None:
@@ -173,6 +261,28 @@ class Activity:
     def builds(self) -> bool:
         """Whether torch is compiling a C++ extension, which can take minutes."""
         return self._before_build is not None
+
+    @property
+    def creating_state(self) -> bool:
+        """Whether an optimizer is stepping only to create its state."""
+        return self._creating is not None
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the script may update its parameters itself."""
+        return self._updates.by_hand
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The trained models that still exist."""
+        return list(self._models)
+
+    @property
+    def memory_is_profiled(self) -> bool:
+        """Whether every allocation of the current step is recorded."""
+        return self.sampler is not None and self.sampler.profiles_memory
+
+    # ---- phases and activity
 
     def enter(self, phase: str) -> int:
         """A phase begins; returns the depth to pass to `leave`."""
@@ -221,133 +331,16 @@ class Activity:
         self._clock = clock
         self._marks, self._names = [], []  # marks of the previous clock cannot be compared
         self._journal.write("device", device=str(clock.device), device_name=clock.device_name)
-
-    def _begin_at(self, mark: Any) -> None:
-        """Discards the current marks; the next step begins at `mark`, or with the next phase if that is None."""
-        if self._clock is not None:
-            self._clock.release(self._marks[1:] if mark is None else ())
-        self._marks, self._names = ([], []) if mark is None else ([mark], [self.phase])
-
-
-# ---- the end of a step
-
-
-class FinishedSteps(Activity):
-    """Writes `step`, `losses` and `optimizer`, and calls `after_step` after each step."""
-
-    def __init__(self, journal: Journal):
-        super().__init__(journal)
-        self.finished = 0
-        self.memory = MemoryWatch(journal)
-        self.sampler: StepSampler | None = None
-        self.after_step: list[Callable[[], None]] = []
-        self.optimizers = Optimizers()
-        self._sample, self._look = Guard(journal, "timelines"), Guard(journal, "memory")
-        self._pace = Pace()
-        self._losses = LossWatch(self.optimizers, journal.write)
-        self._pending = Pending(journal.write, self._losses)
-        self._samples = SampleCount()
-
-    @property
-    def memory_is_profiled(self) -> bool:
-        """Whether every allocation of the current step is recorded."""
-        return self.sampler is not None and self.sampler.profiles_memory
-
-    def use(self, clock: CpuClock | CudaClock) -> None:
-        """Uses another clock from now on."""
-        super().use(clock)
         self._losses.forget()
-
-    def _restart(self, mark: Any = None) -> None:
-        """Discards the current marks; the next step begins at `mark`, or else with the next phase."""
-        self._begin_at(mark)
-        self._samples.restart()
-
-    def _stepped(self, optimizer: Any) -> None:
-        """An optimizer, or an object that represents one, has stepped."""
-        paces = self._pace.is_set_by(optimizer)
-        losses = self._losses.of(optimizer, paces)
-        if paces:
-            self._finish(losses)
-        elif losses:
-            number = self._losses.number(optimizer, False)
-            self._losses.number(self._pace.maker(), True)
-            self._pending.add(OtherLoss(max(1, self.finished), self._clock, number, losses))
-            self.drain()
-
-    def _finish(self, losses: list[Loss]) -> None:
-        mark = self._clock.mark() if self._names else None
-        if mark is None:
-            return
-        self.finished += 1
-        samples = self._samples.take()
-        memory = self._look(self.memory.at_step, self.finished)
-        marks = [*self._marks, mark]
-        self._pending.add(Step(self.finished, clock.now(), self._clock, marks, self._names, losses, samples, memory))
-        sampled = self.sampler and self._sample(
-            self.sampler.step_ends, self.finished, list(zip(self._names, marks, marks[1:])), self._clock
-        )
-        if sampled or self.memory.walked:
-            mark = self._clock.mark()  # the time of profiling and the walk is not part of the next step
-        self._restart(mark)
-        for call in self.after_step:
-            call()
-        self.drain()
-
-    def drain(self, seconds: float = 0.0) -> None:
-        """Writes known steps in order; waits up to `seconds` for the others."""
-        self._pending.drain(seconds)
-
-
-# ---- turns the hooks' calls into steps and phases
-
-
-class StepWatch(FinishedSteps):
-    """The activity of one rank, reported by hooks in the script's thread; writes `step`, `memory`, `activity`,
-    `device`.
-    """
-
-    def __init__(self, journal: Journal):
-        super().__init__(journal)
-        self.evaluations = 0
-        self.recorder = FlightRecorder(journal)
-        self.groups: GroupWatch | None = None
-        self.observations: Observations | None = None
-        self.startup: Startup | None = None
-        self.looks: Looks | None = None
-        self._see, self._share = Guard(journal, "observations"), Guard(journal, "loss shares")
-        self._finite = True  # whether all known losses were finite
-        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self.thread = ScriptThread()
-        self.backwards = 0
-        self.scaler_steps = 0  # calls of a GradScaler's step, which may skip the optimizer's
-        self._updates = UpdateWatch(self.optimizers, Guard(journal, "compiled updates"))
-        self._loss: Loss | None = None
-        self._closure_ran = False
-        self._inside = InsideBackward()
-        self._stepping: list[torch.optim.Optimizer] = []
-        self._creating: torch.optim.Optimizer | None = None
-        self._restart()
-
-    @property
-    def creating_state(self) -> bool:
-        """Whether an optimizer is stepping only to create its state."""
-        return self._creating is not None
-
-    @property
-    def by_hand(self) -> bool:
-        """Whether the script may update its parameters itself."""
-        return self._updates.by_hand
-
-    @property
-    def models(self) -> list[torch.nn.Module]:
-        """The trained models that still exist."""
-        return list(self._models)
 
     # ---- beginning again
 
     def _restart(self, mark: Any = None) -> None:
-        super()._restart(mark)
+        """Discards the current marks; the next step begins at `mark`, or with the next phase if that is None."""
+        if self._clock is not None:
+            self._clock.release(self._marks[1:] if mark is None else ())
+        self._marks, self._names = ([], []) if mark is None else ([mark], [self.phase])
+        self._samples.restart()
         self._trained = self._unsure = self._learned = False
 
     def resumes(self, step: int) -> None:
@@ -569,3 +562,40 @@ class StepWatch(FinishedSteps):
         if self._clock is None or self._clock.device.type != ("cuda" if device.type == "cuda" else "cpu"):
             self.use(clock_for(device))
         self._look(self.memory.add_model, model, device)
+
+    # ---- the end of a step
+
+    def _stepped(self, optimizer: Any) -> None:
+        """An optimizer, or an object that represents one, has stepped."""
+        paces = self._pace.is_set_by(optimizer)
+        losses = self._losses.of(optimizer, paces)
+        if paces:
+            self._finish(losses)
+        elif losses:
+            number = self._losses.number(optimizer, False)
+            self._losses.number(self._pace.maker(), True)
+            self._pending.add(OtherLoss(max(1, self.finished), self._clock, number, losses))
+            self.drain()
+
+    def _finish(self, losses: list[Loss]) -> None:
+        mark = self._clock.mark() if self._names else None
+        if mark is None:
+            return
+        self.finished += 1
+        samples = self._samples.take()
+        memory = self._look(self.memory.at_step, self.finished)
+        marks = [*self._marks, mark]
+        self._pending.add(Step(self.finished, clock.now(), self._clock, marks, self._names, losses, samples, memory))
+        sampled = self.sampler and self._sample(
+            self.sampler.step_ends, self.finished, list(zip(self._names, marks, marks[1:])), self._clock
+        )
+        if sampled or self.memory.walked:
+            mark = self._clock.mark()  # the time of profiling and the walk is not part of the next step
+        self._restart(mark)
+        for call in self.after_step:
+            call()
+        self.drain()
+
+    def drain(self, seconds: float = 0.0) -> None:
+        """Writes known steps in order; waits up to `seconds` for the others."""
+        self._pending.drain(seconds)

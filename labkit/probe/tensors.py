@@ -150,11 +150,6 @@ def _flat_pieces(prefix: str, handle: Any, gradients: bool) -> Iterator[Piece]:
         if tensor is not None:
             name = plain(f"{prefix}.{info.module_name}.{info.param_name}")
             yield (
-                {
-                    "name": name,
-                    "shape": list(shape),
-                    "kind": "flat",
-                    "start": place.intra_param_start_idx,
-                },
+                {"name": name, "shape": list(shape), "kind": "flat", "start": place.intra_param_start_idx},
                 tensor.reshape(-1),
             )

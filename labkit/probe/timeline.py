@@ -62,9 +62,9 @@ def collectives(rows: Iterable[Row], recorded: Sequence[Mapping[str, Any]]) -> l
     from labkit.probe.traffic import operation
 
     waiting: dict[str, list[Mapping[str, Any]]] = {}
-    for one in recorded:
-        waiting.setdefault(one["op"], []).append(one)
-    pairs = [one for one in recorded if one["op"] in ("send", "recv")]
+    for call in recorded:
+        waiting.setdefault(call["op"], []).append(call)
+    pairs = [call for call in recorded if call["op"] in ("send", "recv")]
     found = []
     for row in sorted(rows, key=lambda row: row.start):
         if not is_collective(row):
@@ -213,7 +213,10 @@ def curve(
     begin, end = phases[0][1], phases[-1][2]
     zeroed = max(freed, begin)
     starts = [start for _, start, _ in phases]
-    inside = sorted((each for each in allocations if begin <= each.time <= end), key=lambda each: each.time)
+    inside = sorted(
+        (allocation for allocation in allocations if begin <= allocation.time <= end),
+        key=lambda allocation: allocation.time,
+    )
     if constant.get("other"):
         before, constant = _as_blocks(before, constant, inside)
     changes = [(begin, owner, size) for owner, size in (*constant.items(), *before.values())]
@@ -221,17 +224,24 @@ def curve(
     open_: dict[int, Allocation] = {}
     sizes = {size // parts for _, _, _, size, _, ranks, _ in comm if size for parts in (1, len(ranks or (0,)))}
     closed: list[tuple[Allocation, int, bool]] = []  # with a time at which it is free, and whether its release was seen
-    for one in inside:
-        if one.address in open_:
-            closed.append((open_.pop(one.address), one.time, one.size < 0))
-        elif one.address in before:
-            gone.setdefault(one.address, one.time if one.size < 0 else min(one.time, released.get(one.address, zeroed)))
-        if one.size > 0:
-            open_[one.address] = one
+    for allocation in inside:
+        if allocation.address in open_:
+            closed.append((open_.pop(allocation.address), allocation.time, allocation.size < 0))
+        elif allocation.address in before:
+            gone.setdefault(
+                allocation.address,
+                allocation.time
+                if allocation.size < 0
+                else min(allocation.time, released.get(allocation.address, zeroed)),
+            )
+        if allocation.size > 0:
+            open_[allocation.address] = allocation
     for address, (owner, _) in before.items():
         if address not in after or address in open_:
             gone.setdefault(address, released.get(address, zeroed if owner == "gradients" else begin))
-    changes += [(max(begin, round(at)), before[one][0], -before[one][1]) for one, at in gone.items() if at <= end]
+    changes += [
+        (max(begin, round(at)), before[address][0], -before[address][1]) for address, at in gone.items() if at <= end
+    ]
     for address, taken in [*open_.items()]:
         if taken.size in sizes and address not in after and address not in alive:
             closed.append((open_.pop(address), end, False))
@@ -257,8 +267,8 @@ def _as_blocks(
 ) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:
     """`before` with the bytes of the blocks that are freed, and `constant` without what they have more."""
     first: dict[int, int] = {}
-    for one in allocations:
-        first.setdefault(one.address, one.size)
+    for allocation in allocations:
+        first.setdefault(allocation.address, allocation.size)
     blocks = {address: (owner, max(size, -first.get(address, 0))) for address, (owner, size) in before.items()}
     more = sum(size for _, size in blocks.values()) - sum(size for _, size in before.values())
     return blocks, {**constant, "other": constant["other"] - more}

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from labkit.probe.journal import Guard, Journal
+from labkit.probe.journal import Guard, Journal, compiling
 from labkit.probe.patches import Patches
 from labkit.probe.torch_private import FLIGHT_RECORDER, NCCL_RECORDER, WORLD
-from labkit.probe.untraced import compiling
 from labkit.record import clock
 from labkit.record.writer import sent
 
@@ -116,11 +115,11 @@ def _entries() -> list[dict[str, Any]]:
 def joined(recorders: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The entries of several recorders in the order of their times, numbered as those of one: from 0 if none has lost
     its first entry."""
-    each = [sorted(entries, key=lambda entry: entry["record_id"]) for entries in recorders if entries]
-    if len(each) < 2:
-        return each[0] if each else []
-    lost = any(entries[0]["record_id"] for entries in each)
-    merged = heapq.merge(*each, key=lambda entry: entry["time_created_ns"])
+    kept = [sorted(entries, key=lambda entry: entry["record_id"]) for entries in recorders if entries]
+    if len(kept) < 2:
+        return kept[0] if kept else []
+    lost = any(entries[0]["record_id"] for entries in kept)
+    merged = heapq.merge(*kept, key=lambda entry: entry["time_created_ns"])
     return [entry | {"record_id": number} for number, entry in enumerate(merged, int(lost))]
 
 
@@ -137,7 +136,7 @@ def _newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         known = described(entry)
         over = bool(entry["retired"]) or entry["state"] == "completed"
         if over:
-            found = [one for one in found if one["id"] != known["id"] or not one["over"]]
+            found = [call for call in found if call["id"] != known["id"] or not call["over"]]
         found.append(
             {name: known[name] for name in ("op", "group", "id", "ranks", "seq")}
             | {"sizes": entry["input_sizes"], "over": over}
@@ -165,9 +164,9 @@ def _sequences(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     main = threading.main_thread()
     beside = {
-        str(one.ident)
-        for one in threading.enumerate()
-        if one is not main and not isinstance(one, threading._DummyThread)
+        str(thread.ident)
+        for thread in threading.enumerate()
+        if thread is not main and not isinstance(thread, threading._DummyThread)
     }
     for entry in sorted(entries, key=lambda entry: entry["record_id"]):
         if not _is_collective(entry):
@@ -178,12 +177,12 @@ def _sequences(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if group not in found:
             known = {"group": called or group, "id": group, "ranks": _members(group)}
             found[group] = known | {"first": entry["collective_seq_id"], "kinds": [], "calls": []}
-        one = found[group]
-        if entry["collective_seq_id"] < one["first"] + len(one["calls"]):
+        sequence = found[group]
+        if entry["collective_seq_id"] < sequence["first"] + len(sequence["calls"]):
             continue  # a part of a coalesced call
-        if kind not in one["kinds"]:
-            one["kinds"].append(kind)
-        one["calls"].append(one["kinds"].index(kind))
+        if kind not in sequence["kinds"]:
+            sequence["kinds"].append(kind)
+        sequence["calls"].append(sequence["kinds"].index(kind))
     return list(found.values())
 
 
@@ -254,7 +253,7 @@ def _bytes(sizes: Sequence[Sequence[int]], types: Sequence[str]) -> int:
 def _members(group: str) -> list[int]:
     world = WORLD.get()
     ranks = next(
-        (world.pg_group_ranks[each] for each, name in world.pg_names.items() if name == group),
+        (world.pg_group_ranks[process_group] for process_group, name in world.pg_names.items() if name == group),
         range(dist.get_world_size()),
     )
     return sorted(ranks)

@@ -36,7 +36,6 @@ from labkit.record.writer import steps_path
 STREAMS = ("stdout", "stderr")
 _TEXT = 4 << 20  # bytes of a script or a command
 _TAIL = 1 << 18  # bytes at the end of a log that are read for its last lines
-_LOG = 64 << 20  # bytes of a log that are read as one text
 
 
 def runs_root() -> Path:
@@ -253,7 +252,7 @@ class RunFolder:
         return self.events / f"rank{rank}.jsonl"
 
     def position_of(self, rank: int) -> Path:
-        """The last known line of one rank's script; see probe/position.py."""
+        """The last known line of one rank's script; see probe/waiting.py."""
         return self.path / "stacks" / f"rank{rank}.position.json"
 
     def crash_of(self, rank: int) -> Path:
@@ -317,11 +316,6 @@ class RunFolder:
                 return file.read(most).decode(errors="replace")
         except OSError:
             return ""
-
-    def whole_log(self, rank: int, stream: str = "stdout") -> str:
-        """The output of a rank in its newest attempt; if it is larger than 64 MiB, its end."""
-        path = self.log_of(rank, stream)
-        return self.end_of(path, _LOG) if path else ""
 
     def tail(self, path: Path, keep: int = KEEP) -> LogTail:
         """The newest lines of a file below `logs`, as it grows."""

@@ -88,7 +88,6 @@ class RankState:
     exit_code: int | None = None
     left_at: str = ""
     activity: str | None = None
-    activity_since: float | None = None
     error: Error | None = None
     owners: dict[str, int] = field(default_factory=dict)
     traffic: Traffic | None = None

@@ -247,8 +247,7 @@ class RunState:
             del looks[_LOOKS // 2]
 
     def _on_activity(self, event: events.Activity) -> None:
-        rank = self._rank(event)
-        rank.activity, rank.activity_since = event.name, event.t
+        self._rank(event).activity = event.name
 
     def _on_metric(self, event: events.Metric) -> None:
         self.metrics.append(event)

@@ -13,8 +13,7 @@ from msgspec import structs
 
 from labkit.common.arguments import check_choice
 from labkit.common.files import write_output
-from labkit.jobs.job_files import DEFAULT, Profile, profile, skypilot, trainjob
-from labkit.jobs.portable import Portable, of_spec
+from labkit.jobs import DEFAULT, Portable, Profile, of_spec, profile, skypilot, trainjob
 from labkit.launch import slurm
 from labkit.launch.ending import conclude
 from labkit.plan.spec import Spec

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.diagnose import NAMES, findings
 from labkit.analysis.ledger import ledger
+from labkit.analysis.profiled import write_trace
 from labkit.analysis.summary import summarise
-from labkit.analysis.trace import write_trace
 from labkit.common.arguments import check_choice, check_flag, check_path, check_seconds, check_type, shown
 from labkit.common.text import visible_line
 from labkit.common.units import counted, size

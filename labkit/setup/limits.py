@@ -90,10 +90,7 @@ def in_force() -> Limits:
     """The limits of this user on this machine. Raises `ConfigError`."""
     found: dict[str, float] = {}
     sources: dict[str, str] = {}
-    for path, titles in (
-        (SYSTEM, (_SECTION, f"{_SECTION} {user_name()}")),
-        (user_file(), (_SECTION,)),
-    ):
+    for path, titles in ((SYSTEM, (_SECTION, f"{_SECTION} {user_name()}")), (user_file(), (_SECTION,))):
         there = sections(path)
         of_file = {name: (value, title) for title in titles for name, value in there.get(title, {}).items()}
         check_names(path, _SECTION, of_file, READ)

@@ -4,7 +4,7 @@ The tables never import torch. The other modules import only each other from lab
 
 `training/strategies/__init__.py` and `training/workloads/__init__.py` are light tables. Their rows
 (`training/rows.py`) hold every fact that other code needs: what is split and sent, options, packages and files, the
-names of the formulas for memory and traffic, and the model in numbers (`training/workloads/models.py`). No code
+names of the formulas for memory and traffic, and the model in numbers. No code
 outside the tables compares a name of a strategy or workload, and a new strategy is therefore one module, one row and
 one entry in a lab; the tables open no file and no connection. `tests/training/test_tables.py` and
 `tests/training/test_new_strategy.py` hold this. `training/strategies/rules.py`, and `pipelines.py` for pipelines, say

@@ -5,16 +5,186 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from labkit.common.arguments import Number, shown
 from labkit.setup.preflight import NOTHING, Needs
-from labkit.training.options import COMMON, Option
 
 if TYPE_CHECKING:
     from labkit.plan.spec import Spec
     from labkit.setup.machine import Machine
-    from labkit.training.shapes import Module
+
+# ---- options: the settings of a strategy or workload that a user can change, and their validation
+#
+# An option becomes one constant of the generated script: the option ``bucket_mb`` is the constant ``BUCKET_MB``. The
+# options that every strategy supports, unless its row says why not, are at the end.
+
+
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting of a strategy or workload; the type of `default` is the type of the setting.
+
+    A numeric setting without `choices` needs a `minimum` and a `maximum`, both inclusive.
+    """
+
+    name: str
+    default: Any
+    help: str
+    choices: tuple[Any, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+
+    def __post_init__(self) -> None:
+        if self._is_number and not self.choices and (self.minimum is None or self.maximum is None):
+            raise TypeError(f"option {self.name} is a number and needs a minimum and a maximum")
+
+    def parse(self, given: Any) -> Any:
+        """The value of `given`, which is a value or its text; `ValueError` names the allowed values."""
+        value = self._convert(given)
+        if value is None or (self.choices and value not in self.choices):
+            raise ValueError(f"option {self.name} must be {self.allowed}, got {shown(given)}")
+        return value
+
+    @property
+    def bounds(self) -> Number | None:
+        """The bounds of a numeric setting; None for a setting of another type."""
+        if not self._is_number:
+            return None
+        low, high = (min(self.choices), max(self.choices)) if self.choices else (self.minimum, self.maximum)
+        return Number(type(self.default), low, high)
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words."""
+        if self.choices:
+            return "one of " + ", ".join(str(choice) for choice in self.choices)
+        if isinstance(self.default, bool):
+            return "true or false"
+        return self.bounds.allowed if self.bounds else "a string"
+
+    @property
+    def _is_number(self) -> bool:
+        return isinstance(self.default, (int, float)) and not isinstance(self.default, bool)
+
+    def _convert(self, given: Any) -> Any:
+        if isinstance(self.default, bool):
+            return _WORDS.get(str(given).strip().lower()) if isinstance(given, (bool, str)) else None
+        if isinstance(self.default, str):
+            return given if isinstance(given, str) else None
+        value = self.bounds.from_text(given) if isinstance(given, str) else given
+        if isinstance(self.default, int) and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        try:
+            return self.bounds.check(self.name, value)
+        except ValueError:
+            return None
+
+
+MOST = 65_536  # maximum number of ranks, micro-batches and the like
+INPUT_PIPELINE: tuple[Option, ...] = (
+    Option(
+        "fetch",
+        "samples",
+        "load the samples of a batch one by one, or index a whole batch at once",
+        choices=("samples", "batches"),
+    ),
+    Option("workers", 0, "data loader worker processes per rank", minimum=0, maximum=64),
+    Option("pin_memory", True, "load batches into page-locked memory, which a GPU can copy asynchronously"),
+    Option("non_blocking", True, "continue while a batch is copied to the GPU"),
+)
+# What changes the update of a step, and therefore the training.
+UPDATE: tuple[Option, ...] = (
+    Option("clip_norm", 0.0, "maximum norm of all gradients; 0: no clipping", minimum=0.0, maximum=1e12),
+    Option("warmup_steps", 0, "steps over which the learning rate rises linearly", minimum=0, maximum=10**9),
+    Option(
+        "lr_decay",
+        "none",
+        "how the learning rate falls from then on, to 0 after the last step",
+        choices=("none", "linear", "cosine"),
+    ),
+)
+COMMON: tuple[Option, ...] = (
+    Option("accumulate", 1, "micro-batches per step, to use less memory for the same update", minimum=1, maximum=MOST),
+    *UPDATE,
+    Option("checkpoint_activations", False, "discard the activations inside each block and recompute them in backward"),
+    Option("compile", False, "compile each block with torch.compile"),
+    *INPUT_PIPELINE,
+)
+
+
+# ---- layers as parameter shapes, for formulas without torch
+
+
+@dataclass(frozen=True)
+class Module:
+    """The shapes of a module's own parameters, and its submodules. `cut` is the dimension that tensor parallelism
+    splits. `experts`: whether the submodules are experts, of which expert parallelism gives each rank some.
+    """
+
+    shapes: tuple[tuple[int, ...], ...] = ()
+    inside: tuple[Module, ...] = ()
+    cut: int | None = None
+    experts: bool = False
+
+    @property
+    def parameters(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of all parameters, in the order of the model."""
+        return self.shapes + tuple(shape for module in self.inside for shape in module.parameters)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of all parameters."""
+        return sum(map(math.prod, self.parameters))
+
+    @property
+    def multiplied(self) -> int:
+        """Elements of linear layers and convolutions; an embedding is the only matrix without bias that is never
+        split."""
+        most = max(map(len, self.shapes), default=0)
+        looked_up = most == 2 and len(self.shapes) == 1 and self.cut is None
+        own = sum(map(math.prod, self.shapes)) if most > 1 and not looked_up else 0
+        return own + sum(module.multiplied for module in self.inside)
+
+    @property
+    def leaves(self) -> tuple[Module, ...]:
+        """The module itself and all submodules."""
+        return self, *(leaf for module in self.inside for leaf in module.leaves)
+
+    @property
+    def dense(self) -> Module:
+        """The module without experts."""
+        return replace(self, inside=tuple(module.dense for module in self.inside if not module.experts))
+
+    def part(self, ranks: int) -> Module:
+        """The part of one of `ranks` tensor-parallel ranks: a bias is split if its matrix is split by rows, and whole
+        otherwise.
+        """
+        shapes = self.shapes
+        if self.cut == 0:
+            shapes = tuple((shape[0] // ranks, *shape[1:]) for shape in shapes)
+        elif self.cut == 1:
+            shapes = tuple((shape[0], shape[1] // ranks) if len(shape) == 2 else shape for shape in shapes)
+        return replace(self, shapes=shapes, inside=tuple(module.part(ranks) for module in self.inside))
+
+
+def linear(come: int, go: int, cut: int | None = None) -> Module:
+    """A linear layer with a bias."""
+    return Module(((go, come), (go,)), cut=cut)
+
+
+def norm(width: int) -> Module:
+    """A norm with a weight and a bias per channel."""
+    return Module(((width,), (width,)))
+
+
+def convolution(come: int, go: int, side: int, bias: bool = False) -> Module:
+    """A two-dimensional convolution with square kernels."""
+    return Module(((go, come, side, side), *[(go,)] * bias))
+
 
 _LABEL = 8  # bytes of a 64-bit label, or of the byte after a window of text
 

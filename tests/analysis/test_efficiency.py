@@ -20,8 +20,7 @@ from labkit.analysis.summary import summarise
 from labkit.figures.prediction import Prediction
 from labkit.figures.tables import ranks_html, speed_html
 from labkit.frontends.panel.predict import plan_html
-from labkit.frontends.terminal import prediction_table
-from labkit.frontends.terminal.views import line
+from labkit.frontends.terminal import line, prediction_table
 from labkit.plan.spec import Spec
 from labkit.prediction import fitting
 from labkit.prediction.devices import device

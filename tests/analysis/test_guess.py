@@ -17,7 +17,7 @@ from labkit import Run, figures
 from labkit.analysis.guess import FIGURES, NEAR, outcomes, own_sentences, sentences, statement
 from labkit.analysis.summary import recorded_summary, summarise
 from labkit.common.units import significant
-from labkit.figures.profiled import OWN
+from labkit.figures.charts import OWN
 from labkit.figures.tables import guess_html, ranks_html
 from labkit.frontends.terminal import view
 from labkit.record.documents import GUESS, Summary, decoded, plain

@@ -19,9 +19,8 @@ from labkit.analysis.theory import theory
 from labkit.plan.spec import Spec
 from labkit.record.documents import plain
 from labkit.record.state import RunState
-from labkit.training.shapes import Module
-from labkit.training.workloads import WORKLOADS
-from labkit.training.workloads.models import GPT_SIZES
+from labkit.training.rows import Module
+from labkit.training.workloads import GPT_SIZES, WORKLOADS
 
 P = {name: 4 * WORKLOADS[name].parameters(spec("ddp", name).options) for name in BATCH}  # bytes
 

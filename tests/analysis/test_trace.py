@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 from profiled_steps import state_of, step_event, timeline_event
 
-from labkit.analysis.trace import trace, write_trace
+from labkit.analysis.profiled import trace, write_trace
 
 HOSTILE = '</text><script>alert("1")</script>&\'"'
 

@@ -23,8 +23,8 @@ from labkit import figures
 from labkit.analysis import comparison
 from labkit.analysis.diagnose import findings
 from labkit.analysis.ledger import ledger
+from labkit.analysis.profiled import trace
 from labkit.analysis.summary import summarise, summary_or_reason
-from labkit.analysis.trace import trace
 from labkit.figures.as_plotly import parts
 from labkit.figures.tables import findings_html, ledger_html, ranks_html
 from labkit.frontends import terminal

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.common.files import write_atomically
-from labkit.jobs.archive import zipped
+from labkit.jobs import zipped
 from labkit.plan.spec import Spec, SpecError
 from labkit.prediction.predict import predict
 from labkit.prediction.tracer import TraceFailed

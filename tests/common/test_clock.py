@@ -11,7 +11,7 @@ from folded import apply
 from labkit.analysis.metrics import pace, seconds_left
 from labkit.analysis.summary import summarise
 from labkit.figures.charts import memory
-from labkit.frontends.terminal.views import _figures_of_run
+from labkit.frontends.terminal import _figures_of_run
 from labkit.launch import report
 from labkit.probe.traffic import since_then
 from labkit.record import clock

@@ -17,8 +17,8 @@ from labkit.figures import CHARTS
 from labkit.figures.as_plotly import parts
 from labkit.figures.as_svg import drawing
 from labkit.figures.tables import ranks_html
+from labkit.frontends import terminal
 from labkit.frontends.panel.charts import Feed
-from labkit.frontends.terminal import views
 from labkit.record.state import RunState
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -94,7 +94,7 @@ def add_step(state: RunState, rank: int, step: int, peak: int) -> None:
 
 def test_a_small_rank_next_to_a_large_one_is_readable_in_every_front_end(mixed):
     console = Console(file=io.StringIO(), width=200, color_system=None)
-    console.print(views._table(mixed, 2))
+    console.print(terminal._table(mixed, 2))
     assert "4.6 / 4.6 MiB" in console.file.getvalue() and "1.9 / 1.9 GiB" in console.file.getvalue()
     assert "<td>4.6 MiB</td>" in ranks_html("run", mixed) and "<td>1.9 GiB</td>" in ranks_html("run", mixed)
     for name in ("memory", "memory_by_owner"):

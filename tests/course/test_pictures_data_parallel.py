@@ -8,8 +8,7 @@ import pytest
 
 from labkit import Spec
 from labkit.analysis.theory import theory
-from labkit.analysis.theory.pieces import Case
-from labkit.analysis.theory.traffic import _buckets
+from labkit.analysis.theory.traffic import Case, _buckets
 from labkit.course import pictures
 from labkit.course.exercises import Wrong, exercise
 from labkit.course.pictures.data_parallel import Bucket, divide, filled, sent

@@ -9,7 +9,7 @@ from conftest import wait_until, warm_run
 
 from cuda_stand_in.test_strategies import ASKED, check
 from labkit.analysis.profiled import beyond
-from labkit.figures.profiled import memory_by_owner
+from labkit.figures.charts import memory_by_owner
 from labkit.frontends import doctor
 from labkit.frontends.panel.profiled import apart
 from labkit.runs.handle import run as start

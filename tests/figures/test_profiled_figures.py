@@ -13,8 +13,8 @@ from profiled_steps import MIB, memory_event, state_of, step_event, timeline_eve
 
 from labkit import figures
 from labkit.analysis import profiled
+from labkit.figures.charts import memory_of_step, timeline
 from labkit.figures.charts import phases as phases_chart
-from labkit.figures.profiled import memory_of_step, timeline
 from labkit.record.events import Timeline
 from labkit.record.writer import OWNERS, PHASES
 

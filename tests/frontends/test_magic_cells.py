@@ -14,8 +14,7 @@ from places import ROOT
 
 from labkit.analysis.diagnose import Finding
 from labkit.frontends.magic import torchrun
-from labkit.frontends.magic.cell import Cell
-from labkit.frontends.magic.torchrun import CellRun, Reports, Shown
+from labkit.frontends.magic.torchrun import Cell, CellRun, Reports, Shown
 from labkit.setup.machine import Machine
 
 SECONDS = 240  # timeout of a run on a busy machine

@@ -12,7 +12,7 @@ from labkit.frontends.panel import predict as prediction
 from labkit.frontends.panel.choices import Choices
 from labkit.frontends.panel.lab import Lab
 from labkit.setup.machine import Gpu, Machine
-from labkit.training.options import COMMON
+from labkit.training.rows import COMMON
 from labkit.training.strategies import STRATEGIES
 
 CPU = Machine(gpus=(), cores=2, memory=8 << 30)

@@ -16,10 +16,8 @@ from panels import lines_of, sent_by, started_run
 from profiled_steps import state_of, step_event, timeline_event
 
 from labkit.figures.tables import ranks_html
-from labkit.frontends.panel.charts import CAP, LIVE, WHOLE, Charts, Feed
-from labkit.frontends.panel.logs import Logs
-from labkit.frontends.panel.machine import MachinePicture
-from labkit.frontends.panel.view import RunView
+from labkit.frontends.panel.charts import CAP, LIVE, WHOLE, Charts, Feed, MachinePicture
+from labkit.frontends.panel.view import Logs, RunView
 from labkit.frontends.panel.words import finding_html, progress_html, state_html, what_html
 from labkit.record.documents import Status
 from labkit.record.folder import RunFolder
@@ -229,7 +227,7 @@ def test_a_run_that_is_over_is_drawn_whole(fake, monkeypatch):
 
 
 def test_films_are_sent_at_a_pace_words_at_once_and_the_last_film_always(monkeypatch):
-    monkeypatch.setattr("labkit.frontends.panel.machine._PACE", 1e-3)
+    monkeypatch.setattr("labkit.frontends.panel.charts._PACE", 1e-3)
     steps = (step_event(rank, step) for rank in range(2) for step in range(9))
     state = state_of(*steps, timeline_of(0, 8), timeline_of(1, 8))
     machine = MachinePicture()

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from labkit.common.units import sizes
 from labkit.frontends import terminal
-from labkit.frontends.terminal.views import FigureTable
+from labkit.frontends.terminal import FigureTable
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower, Recording
 

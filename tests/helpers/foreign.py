@@ -58,7 +58,8 @@ def everything(folder: RunFolder) -> str:
         said.append(run_page(folder).body)
     except (RunError, Unreadable) as error:
         said.append(str(error))
-    said += [folder.whole_log(rank, stream) for rank in range(2) for stream in STREAMS]
+    logs = [folder.log_of(rank, stream) for rank in range(2) for stream in STREAMS]
+    said += [folder.end_of(path, 64 << 20) for path in logs if path]
     said += [str(folder.search_log(rank, stream, "S", 10)) for rank in range(2) for stream in STREAMS]
     return "\n".join(said)
 

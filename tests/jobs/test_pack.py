@@ -19,17 +19,17 @@ from commands import called
 from fabricate import FakeRun
 from places import SCHEMAS
 
-from labkit.common import zips
+from labkit import jobs
 from labkit.frontends.panel.sources import Pack
-from labkit.jobs import archive, job_files, portable
 from labkit.plan.spec import Spec, SpecError
+from labkit.record import packed
 from labkit.runs.handle import with_ranks
 
 SMALL = {"workload": "mlp", "samples": 256, "batch_size": 32, "steps": 3, "device": "cpu"}
 
 
-def job_of(what: str, nodes: int = 1, **fields) -> portable.Portable:
-    return portable.of_spec(with_ranks(Spec(what, **SMALL | fields)), nodes)
+def job_of(what: str, nodes: int = 1, **fields) -> jobs.Portable:
+    return jobs.of_spec(with_ranks(Spec(what, **SMALL | fields)), nodes)
 
 
 def checked(text: str, schema: str) -> dict:
@@ -40,9 +40,9 @@ def checked(text: str, schema: str) -> dict:
 
 def test_a_packed_job_runs_on_two_nodes_with_bare_torchrun(tmp_path, monkeypatch):
     """Both commands at once in the same empty folder, with nothing of labkit in reach of the script."""
-    path = archive.pack(job_of("ddp", nodes=2, nproc=2), job_files.Profile(), tmp_path / "job.zip")
+    path = jobs.pack(job_of("ddp", nodes=2, nproc=2), jobs.Profile(), tmp_path / "job.zip")
     folder = tmp_path / "empty"
-    assert set(zips.unpack(path, folder)) == {entry.filename for entry in zipfile.ZipFile(path).infolist()}
+    assert set(packed.unpack(path, folder)) == {entry.filename for entry in zipfile.ZipFile(path).infolist()}
     assert not [
         line for line in (folder / "train.py").read_text().splitlines() if "labkit" in line and "import" in line
     ]
@@ -70,16 +70,14 @@ def test_a_packed_job_runs_on_two_nodes_with_bare_torchrun(tmp_path, monkeypatch
 
 def test_the_same_job_is_the_same_zip(tmp_path):
     job = job_of("fsdp2", nproc=2)
-    one, other = (archive.pack(job, job_files.Profile(), tmp_path / name) for name in ("a.zip", "b.zip"))
+    one, other = (jobs.pack(job, jobs.Profile(), tmp_path / name) for name in ("a.zip", "b.zip"))
     assert one.read_bytes() == other.read_bytes()
 
 
 def test_job_files_follow_their_schemas():
-    profile = job_files.Profile(
-        gpu="H100", cpus="4", container="pytorch/pytorch", setup="source /opt/venv/bin/activate"
-    )
+    profile = jobs.Profile(gpu="H100", cpus="4", container="pytorch/pytorch", setup="source /opt/venv/bin/activate")
     job = job_of("ddp", nodes=2, nproc=8, device="cuda", max_restarts=2)
-    files = archive.contents(job, profile)
+    files = jobs.contents(job, profile)
     trainer = checked(files["trainjob.yaml"], "trainjob")["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
     assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 4}}
@@ -95,10 +93,8 @@ def test_the_command_of_a_trainjob_writes_the_files_of_the_job(tmp_path):
     """The shell that a pod starts, without torchrun and pip; `$(` and `$$` are decoded as Kubernetes does."""
     (tmp_path / "train.py").write_text("import helper\nprint('$(HOME) $$ END_OF_FILE_0')\n")
     (tmp_path / "helper.py").write_text("x = 1\n")
-    job = portable.of_spec(Spec(script=str(tmp_path / "train.py"), nproc=1, device="cpu"))
-    text = checked(archive.contents(job, job_files.Profile())["trainjob.yaml"], "trainjob")["spec"]["trainer"][
-        "command"
-    ][2]
+    job = jobs.of_spec(Spec(script=str(tmp_path / "train.py"), nproc=1, device="cpu"))
+    text = checked(jobs.contents(job, jobs.Profile())["trainjob.yaml"], "trainjob")["spec"]["trainer"]["command"][2]
     shell = text.replace("$$", "$")
     place = tmp_path / "pod"
     place.mkdir()
@@ -128,7 +124,7 @@ def test_a_module_is_packed_with_its_package(tmp_path, monkeypatch):
     for name in ("__init__", "train", "layers", "other"):
         (tmp_path / "own" / f"{name}.py").write_text("from own import layers\n" if name == "train" else "")
     monkeypatch.chdir(tmp_path)
-    job = portable.of_spec(Spec(script="own.train", as_module=True, nproc=2))
+    job = jobs.of_spec(Spec(script="own.train", as_module=True, nproc=2))
     assert set(job.files) == {"own/__init__.py", "own/train.py", "own/layers.py"}
     assert job.target == ("-m", "own.train")
 
@@ -149,7 +145,7 @@ def test_a_recorded_run_is_packed_as_it_ran(runs, tmp_path, monkeypatch):
 
 def test_a_job_does_not_depend_on_a_checkpoint_of_this_machine(tmp_path):
     spec = with_ranks(Spec("ddp", nproc=2, **SMALL))
-    assert portable.of_spec(replace(spec, resume=str(tmp_path))).files == portable.of_spec(spec).files
+    assert jobs.of_spec(replace(spec, resume=str(tmp_path))).files == jobs.of_spec(spec).files
 
 
 @pytest.mark.parametrize(
@@ -168,10 +164,10 @@ def test_a_profile_is_read_from_both_files(tmp_path, monkeypatch):
     system, own = tmp_path / "system.conf", tmp_path / "labkit.conf"
     monkeypatch.setattr("labkit.setup.limits.SYSTEM", system)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert job_files.profile() == job_files.Profile()
+    assert jobs.profile() == jobs.Profile()
     system.write_text("[profile gpu]\npartition = a100\naccount = all\nmodules = cuda/12.4 gcc\n")
     own.write_text("[profile gpu]\naccount = me\ntime = 2-00:00:00\n")
-    found = job_files.profile("gpu")
+    found = jobs.profile("gpu")
     assert (found.partition, found.account, found.time, found.modules) == ("a100", "me", "2-00:00:00", "cuda/12.4 gcc")
 
 
@@ -195,7 +191,7 @@ def test_an_invalid_profile_is_refused_with_its_file(tmp_path, monkeypatch, caps
     error = capsys.readouterr().err
     assert str(tmp_path / "labkit.conf") in error
     with pytest.raises(ValueError, match=said):
-        job_files.profile("gpu")
+        jobs.profile("gpu")
 
 
 def test_the_button_packs_what_is_chosen(tmp_path, monkeypatch):

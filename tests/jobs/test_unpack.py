@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from commands import called
 
-from labkit.common import zips
+from labkit.record import packed
 
 
 def zipped(path: Path, *entries: tuple[str, bytes], mode: int = stat.S_IFREG | 0o644) -> Path:
@@ -27,8 +27,8 @@ def zipped(path: Path, *entries: tuple[str, bytes], mode: int = stat.S_IFREG | 0
 def refused(path: Path) -> str:
     """The reason why a zip is refused; nothing of it may be left."""
     before = sorted(path.parent.parent.rglob("*"))
-    with pytest.raises(zips.BadArchive) as caught:
-        zips.unpack(path, path.parent / "out")
+    with pytest.raises(packed.BadArchive) as caught:
+        packed.unpack(path, path.parent / "out")
     assert sorted(path.parent.parent.rglob("*")) == before
     return str(caught.value)
 
@@ -70,7 +70,7 @@ def test_a_name_that_occurs_twice_is_refused(place):
 
 
 def test_no_size_explodes(place, monkeypatch):
-    monkeypatch.setattr(zips, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(packed, "_MOST_BYTES", 1 << 20)
     assert "exceed 1.0 MiB" in refused(zipped(place / "job.zip", ("a", bytes(1 << 19)), ("b", bytes((1 << 19) + 1))))
 
 
@@ -83,9 +83,9 @@ def test_a_size_that_lies_does_not_help(place, monkeypatch):
 
 
 def test_too_many_or_too_large(place, monkeypatch):
-    monkeypatch.setattr(zips, "_MOST_FILES", 3)
+    monkeypatch.setattr(packed, "_MOST_FILES", 3)
     assert "more than the maximum of 3" in refused(zipped(place / "job.zip", *((str(n), b"") for n in range(4))))
-    monkeypatch.setattr(zips, "_MOST_BYTES", 10)
+    monkeypatch.setattr(packed, "_MOST_BYTES", 10)
     assert "is larger than" in refused(place / "job.zip")
 
 

@@ -11,8 +11,7 @@ from fabricate import FakeRun
 
 from labkit import SpecError
 from labkit.frontends.doctor import limits as checked
-from labkit.launch.job import keep_quota
-from labkit.launch.starting import LaunchError
+from labkit.launch.job import LaunchError, keep_quota
 from labkit.record.folder import RunFolder
 from labkit.runs.handle import settle
 from labkit.setup import limits

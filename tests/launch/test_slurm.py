@@ -15,8 +15,7 @@ from conftest import wait_until
 from strategies_at_once import check_losses, script_of_all
 
 from labkit.analysis.summary import summarise
-from labkit.jobs.job_files import Profile, sbatch
-from labkit.jobs.portable import of_spec
+from labkit.jobs import Profile, of_spec, sbatch
 from labkit.launch.job import LaunchError
 from labkit.launch.slurm_agent import cancel, job_of
 from labkit.plan.spec import Spec

@@ -15,11 +15,10 @@ import labkit
 from labkit import SpecError, advise
 from labkit.figures.advice import Advised, in_seconds
 from labkit.prediction.devices import ACCELERATED
-from labkit.prediction.scale.advice import advice, fastest, verdict
+from labkit.prediction.scale.advice import advice, efficiency, fastest, scaling, verdict
 from labkit.prediction.scale.asked import training
 from labkit.prediction.scale.layouts import SHARDINGS, Layout, layouts
-from labkit.prediction.scale.memory import memory
-from labkit.prediction.scale.scaling import efficiency, scaling
+from labkit.prediction.scale.step import memory
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from test_prediction import spec_of
 from labkit.analysis.theory.states import six_nd
 from labkit.plan.spec import Spec
 from labkit.prediction.predict import predict, programs
-from labkit.prediction.scale.shapes import of_workload
+from labkit.prediction.scale.model import of_workload
 
 CNN_INPUTS = 2 * 25 * 32 * 28**2  # of the first convolution, whose input needs no gradient
 BATCH = 4

@@ -18,9 +18,8 @@ from labkit.prediction.links import communication, time_among
 from labkit.prediction.predict import predict, programs
 from labkit.prediction.simulation import program_of, simulate
 from labkit.prediction.timing import ERROR, Roofline, _bounds, modelled, of_accelerator, with_seconds
-from labkit.prediction.tracing.tape import Tape
+from labkit.prediction.tracing.tape import Tape, Work
 from labkit.prediction.tracing.torch_private import FAKE_MODE
-from labkit.prediction.tracing.work import Work
 from labkit.record.documents import Plan, PredictedTimeline, SpecFields
 from labkit.setup.machine import Machine
 

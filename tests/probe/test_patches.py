@@ -11,8 +11,8 @@ from torch.utils.file_baton import FileBaton
 
 from labkit.probe import hooks
 from labkit.probe.journal import Journal
-from labkit.probe.parts import LOST, MissingName, find
 from labkit.probe.patches import TARGETS, Patches
+from labkit.probe.torch_private import LOST, MissingName, find
 
 WRAPPED = [(part, name) for part, names in TARGETS.items() for name in names if ".register_" not in name]
 

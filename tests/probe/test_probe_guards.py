@@ -21,11 +21,10 @@ from labkit.probe import hooks
 from labkit.probe.clocks import CpuClock
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.patches import Patches
-from labkit.probe.position import Position
 from labkit.probe.runner import write_error_file
 from labkit.probe.steps import StepWatch
 from labkit.probe.threads import ScriptThread
-from labkit.probe.waiting import WaitWatch
+from labkit.probe.waiting import Position, WaitWatch
 
 
 def test_a_batch_on_its_way_to_the_gpu_is_copied_between_phases_only(tmp_path, monkeypatch, request):

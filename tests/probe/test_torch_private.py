@@ -15,12 +15,11 @@ from probed import Told, environment
 
 import labkit
 from labkit.prediction.tracing import torch_private as traces
-from labkit.probe import parts, torch_private
+from labkit.probe import torch_private
 from labkit.probe.journal import Journal
 from labkit.probe.memory import Snapshots
-from labkit.probe.parts import MissingName
 from labkit.probe.sampler import LogLevel
-from labkit.probe.torch_private import Private
+from labkit.probe.torch_private import MissingName, Private
 
 ROWS = {name: row for name, row in vars(torch_private).items() if isinstance(row, Private)}
 STYLES = {name: "fsdp" for name in ROWS if name.startswith(("FSDP", "FLAT"))} | {"SHARD_OFFSET": "dtensor"}
@@ -70,7 +69,7 @@ class Runs:
         errors = {event["part"]: event for event in told.of("probe_error")}
         assert set(errors) == lost and len(told.of("probe_error")) == len(lost), output
         for part, event in errors.items():
-            assert event["type"] == "MissingName" and event["message"].endswith(parts.LOST[part])
+            assert event["type"] == "MissingName" and event["message"].endswith(torch_private.LOST[part])
         if name:
             row = ROWS[name]
             named = [f"{row.name}_renamed"]
@@ -137,13 +136,13 @@ def test_the_same_holds_with_the_oldest_torch(tmp_path):
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_the_table_tells_which_versions_of_torch_have_a_name(name):
     row = ROWS[name]
-    assert row.part in parts.LOST
+    assert row.part in torch_private.LOST
     assert number(row.since) >= number("2.6") and (not row.until or number(row.until) >= number(row.since))
     if row is torch_private.LOG_LEVEL:
         if sys.platform == "linux":
             LogLevel()
     elif row.owner.endswith(OF_INSTANCES):
-        parts.find(row.owner, row.part)  # only instances have the attribute
+        torch_private.find(row.owner, row.part)  # only instances have the attribute
     else:
         is_built = row is not torch_private.NCCL_RECORDER or torch.distributed.is_nccl_available()
         assert row.exists() == (is_here(row, torch.__version__) and is_built)
@@ -172,9 +171,9 @@ def test_a_warm_server_that_cannot_replace_the_start_of_a_process_says_so():
 
 
 def test_names_that_are_found_are_told_from_functions_of_the_same_name():
-    assert parts.find("torch.distributed.rendezvous.TCPStore", "loopback") is torch.distributed.TCPStore
+    assert torch_private.find("torch.distributed.rendezvous.TCPStore", "loopback") is torch.distributed.TCPStore
     with pytest.raises(MissingName, match=r"torch .* has no torch\.nn\.Nothing: .* not recorded"):
-        parts.find("torch.nn.Nothing", "metrics")
+        torch_private.find("torch.nn.Nothing", "metrics")
 
 
 def private_names(source: str) -> set[str]:
@@ -203,7 +202,7 @@ def test_only_one_module_knows_private_names_of_torch():
 @pytest.mark.parametrize("row", traces.REQUIRED, ids=lambda row: row.attribute)
 def test_this_torch_has_every_name_that_a_trace_needs(row):
     assert row.exists()
-    assert row.part in parts.LOST
+    assert row.part in torch_private.LOST
 
 
 def test_without_a_name_there_is_no_trace_and_it_is_said_why_and_some_are_not_needed():
@@ -214,6 +213,8 @@ def test_without_a_name_there_is_no_trace_and_it_is_said_why_and_some_are_not_ne
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     assert set(said) == names | optional, done.stderr
     for name in names:
-        missing = f"torch {torch.__version__} has no {getattr(traces, name).name}_renamed: {parts.LOST['traces']}"
+        missing = (
+            f"torch {torch.__version__} has no {getattr(traces, name).name}_renamed: {torch_private.LOST['traces']}"
+        )
         assert said[name] == missing
     assert {said[name] for name in optional} == {"traced"}

@@ -11,7 +11,7 @@ from fabricate import finished_folder
 
 from labkit.analysis.profiled import newest
 from labkit.analysis.summary import summarise
-from labkit.jobs.archive import zipped
+from labkit.jobs import zipped
 from labkit.record import packed
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
@@ -70,7 +70,7 @@ def test_a_damaged_zip_and_a_zip_bomb_are_one_sentence(tmp_path, monkeypatch):
     path.write_bytes(b"PK\x03\x04 nothing")
     with pytest.raises(LookupError, match="damaged"):
         RunFolder.find(str(path))
-    monkeypatch.setattr("labkit.common.zips._MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("labkit.record.packed._MOST_BYTES", 1 << 20)
     path.write_bytes(zipped({"recording/x/spec.json": bytes(2 << 20)}))
     with pytest.raises(LookupError, match="exceed"):
         RunFolder.find(str(path))

@@ -15,7 +15,7 @@ def attempt(row: str) -> str:
     from labkit.plan.spec import Spec
     from labkit.prediction.tracer import _generated, _on_one_device
     from labkit.prediction.tracing import torch_private
-    from labkit.probe.parts import MissingName
+    from labkit.probe.torch_private import MissingName
 
     private = getattr(torch_private, row)
     object.__setattr__(private, "name", f"{private.name}_renamed")

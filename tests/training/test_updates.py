@@ -13,8 +13,7 @@ from places import SCRIPTS
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec, SpecError
 from labkit.setup.preflight import NOTHING
-from labkit.training.options import Option
-from labkit.training.rows import Strategy
+from labkit.training.rows import Option, Strategy
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
 

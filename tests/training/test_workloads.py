@@ -20,6 +20,7 @@ from labkit.setup import preflight
 from labkit.setup.machine import Machine
 from labkit.training.workloads import (
     DATA,
+    GPT_SIZES,
     WORKLOADS,
     cnn,
     digits,
@@ -28,7 +29,6 @@ from labkit.training.workloads import (
     mlp,
     text,
 )
-from labkit.training.workloads.models import GPT_SIZES
 
 BESIDE_CPU_TORCH = SCRIPTS / "beside_cpu_torch.py"
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from labkit.analysis.theory import traffic
-from labkit.analysis.theory.pieces import Case, Flow
 from labkit.analysis.theory.states import STATES, States, states
-from labkit.analysis.theory.traffic import bucket_numbers
+from labkit.analysis.theory.traffic import Case, Flow, bucket_numbers
 from labkit.plan.spec import Spec
 
 __all__ = ["STATES", "TRAFFIC", "Flow", "States", "bucket_numbers", "states", "theory"]
@@ -27,13 +26,7 @@ __all__ = ["STATES", "TRAFFIC", "Flow", "States", "bucket_numbers", "states", "t
 TRAFFIC: dict[str, Callable[[Case], Iterator[Flow]]] = {
     formula.__name__: formula
     for formula in (
-        *(
-            traffic.threads,
-            traffic.gradients,
-            traffic.updated_parameters,
-            traffic.engine,
-            traffic.pseudo_gradients,
-        ),
+        *(traffic.threads, traffic.gradients, traffic.updated_parameters, traffic.engine, traffic.pseudo_gradients),
         *(traffic.units, traffic.rows, traffic.norms),
         *(traffic.layers, traffic.norms_of_layers, traffic.stages, traffic.gradients_of_stages),
         *(traffic.agreements, traffic.keys_and_values),

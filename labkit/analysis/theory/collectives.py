@@ -223,10 +223,7 @@ def _by_ring(n: int) -> tuple[int, tuple[Round, ...]]:
     return n, _ring(n, n - 1, add=True) + _ring(n, 0, add=False)
 
 
-REDUCES = {
-    "one_by_one": ("one rank after another sends to the root", _one_by_one),
-    "tree": ("up a tree", _tree),
-}
+REDUCES = {"one_by_one": ("one rank after another sends to the root", _one_by_one), "tree": ("up a tree", _tree)}
 ALL_REDUCES: dict[str, tuple[str, Callable[[int], tuple[int, tuple[Round, ...]]]]] = {
     "root": ("reduce to the root, then broadcast", _by_root(_one_by_one)),
     "tree": ("reduce up a tree, broadcast down it", _by_root(_tree)),

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from labkit.analysis.theory.pieces import Case
-from labkit.analysis.theory.traffic import flats
+from labkit.analysis.theory.traffic import Case, flats
 from labkit.plan.spec import Spec
 
 # ---- the textbook estimate of a transformer's floating-point operations, next to which a count can be put

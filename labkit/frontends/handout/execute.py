@@ -212,10 +212,7 @@ class _Execution:
 
     def run(self, work: Path, recorded: Path | None) -> None:
         client = NotebookClient(
-            self._notebook,
-            km=_manager(work.parent),
-            timeout=_PATIENCE,
-            resources={"metadata": {"path": str(work)}},
+            self._notebook, km=_manager(work.parent), timeout=_PATIENCE, resources={"metadata": {"path": str(work)}}
         )
         try:
             # the kernel's own messages, not cell outputs

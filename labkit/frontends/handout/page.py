@@ -24,6 +24,7 @@ from pygments.lexers import DiffLexer, PythonLexer
 from labkit import figures
 from labkit.common.files import MARK
 from labkit.common.text import escape, visible, visible_line, visible_log
+from labkit.common.units import counted
 from labkit.figures import colours, machine, rank_colour
 from labkit.figures.as_plotly import inert
 from labkit.figures.controls import CONFIG, tools
@@ -202,7 +203,8 @@ def _text(tail: LogTail, words: str, colour: str, empty: str = "") -> str:
         return f'<p class="log-of-none">Log of {escape(words)}: {empty}.</p>' if empty else ""
     gone = f"… {count - len(lines):,} earlier lines are in the run folder\n" if count > len(lines) else ""
     style = f' style="--rank:{colour}"' if colour else ""
-    return fold(f"Log of {words} · {_lines(count)}", f"<pre{style}>{gone}{printed(chr(10).join(lines))}</pre>", "log")
+    body = f"<pre{style}>{gone}{printed(chr(10).join(lines))}</pre>"
+    return fold(f"Log of {words} · {counted(count, 'line')}", body, "log")
 
 
 def script(folder: RunFolder, state: RunState, printed: bool = True) -> str:
@@ -213,7 +215,7 @@ def script(folder: RunFolder, state: RunState, printed: bool = True) -> str:
         return f"<p>The script is not shown: {escape(str(text))}.</p>"
     if text is None:
         return f"<p>Script: {escape(title(state))}, which is not stored with the run.</p>" if own else ""
-    return fold(f"Script · {_lines(len(text.splitlines()))}", coloured(text, "python"), _kind(printed))
+    return fold(f"Script · {counted(len(text.splitlines()), 'line')}", coloured(text, "python"), _kind(printed))
 
 
 def diff(folder: RunFolder, state: RunState, printed: bool = True) -> str:
@@ -245,10 +247,6 @@ def _script_of(folder: RunFolder) -> str | NotPlain | None:
         return error
     except OSError:
         return None
-
-
-def _lines(number: int) -> str:
-    return f"{number:,} line" + ("" if number == 1 else "s")
 
 
 # ---- a self-contained page

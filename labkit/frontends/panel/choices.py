@@ -15,14 +15,12 @@ from labkit.common.arguments import shown
 from labkit.common.text import escape
 from labkit.frontends.panel import widgets
 from labkit.frontends.panel.words import devices_of, shared_cores
-from labkit.plan.checks import without_effect
 from labkit.plan.fields import DEFAULT, about
 from labkit.plan.settling import check_available, takes_long, unsupported
-from labkit.plan.spec import Spec, SpecError, check_fields
+from labkit.plan.spec import Spec, SpecError, check_fields, without_effect
 from labkit.setup.machine import Machine
 from labkit.training.faults import FAULTS
-from labkit.training.options import INPUT_PIPELINE, Option
-from labkit.training.rows import Strategy, Workload
+from labkit.training.rows import INPUT_PIPELINE, Option, Strategy, Workload
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
 

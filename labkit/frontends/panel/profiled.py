@@ -11,11 +11,10 @@ import ipywidgets
 
 from labkit import figures
 from labkit.analysis.ledger import ledger
-from labkit.analysis.profiled import beyond, newest, profiled_steps, resident
-from labkit.analysis.trace import write_trace
+from labkit.analysis.profiled import beyond, newest, profiled_steps, resident, write_trace
 from labkit.common.text import escape
 from labkit.common.units import size
-from labkit.figures.profiled import timeline
+from labkit.figures.charts import timeline
 from labkit.figures.tables import ledger_html, outcome_html
 from labkit.frontends.panel import widgets
 from labkit.frontends.panel.charts import Charts

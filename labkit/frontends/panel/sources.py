@@ -17,9 +17,7 @@ from labkit.frontends.panel import widgets
 from labkit.frontends.panel.charts import HandshakeWidget, program
 from labkit.frontends.panel.recorded import spec_of, text_of
 from labkit.frontends.panel.words import sentence_html
-from labkit.jobs import archive
-from labkit.jobs.job_files import PORT, profile
-from labkit.jobs.portable import of_run, of_spec
+from labkit.jobs import PORT, of_run, of_spec, pack, profile
 from labkit.plan.fields import SpecError
 from labkit.plan.nodes import node_commands
 from labkit.plan.script import command, diff_scripts, write_script
@@ -35,7 +33,7 @@ class Sources:
 
     def __init__(self, chosen: Callable[[], RunFolder | Spec | None]):
         self.script, self.diff = widgets.HTML(), widgets.HTML()
-        self.command, self.nodes, pack = Command(), NodeCommands(), Pack(chosen)
+        self.command, self.nodes, packing = Command(), NodeCommands(), Pack(chosen)
         shown = (self.script, self.diff, self.nodes.widget)
         for widget in shown:
             widget.add_class("labkit-code")
@@ -43,7 +41,7 @@ class Sources:
         names = ("train.py", "Diff to one device", "Several nodes")
         which = widgets.ToggleButtons(options=list(zip(names, shown)))
         which.add_class("labkit-which")
-        bar = widgets.HBox([which, pack.widget, self.command.box])
+        bar = widgets.HBox([which, packing.widget, self.command.box])
         bar.add_class("labkit-bar")
         self.widget = widgets.VBox([bar, self.script])
         self.widget.add_class("labkit-sources")
@@ -167,7 +165,7 @@ class Pack:
         try:
             job = of_spec(chosen) if isinstance(chosen, Spec) else of_run(chosen)
             run = chosen if isinstance(chosen, RunFolder) else None
-            path = archive.pack(job, profile(), Path.cwd() / f"{job.name}.zip", run)
+            path = pack(job, profile(), Path.cwd() / f"{job.name}.zip", run)
             self.said.value = f"<span>{escape(str(path))} ({size(path.stat().st_size)})</span>"
         except Exception as error:  # show it: an exception in a thread would go unnoticed
             self.said.value = sentence_html(str(error))

@@ -262,7 +262,7 @@ def _path_of(module: str) -> str:
 
 def _run(program: Callable[[], None]) -> NoReturn:
     """Runs a program and exits with the same exit code as the interpreter would."""
-    from labkit.probe.leaving import leave
+    from labkit.probe.lifetime import leave
 
     code = 0
     try:

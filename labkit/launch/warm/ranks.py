@@ -24,13 +24,7 @@ _start_process = START_PROCESS.get()
 
 
 def fork_supervisor(
-    origin: Origin,
-    run_dir: str,
-    started: str,
-    environment: Mapping[str, str],
-    lifeline: int,
-    log: int,
-    *passed: int,
+    origin: Origin, run_dir: str, started: str, environment: Mapping[str, str], lifeline: int, log: int, *passed: int
 ) -> Child:
     """Forks the supervisor of a run. `passed` are the last arguments of `supervisor.main`."""
     command = (sys.executable, "-m", supervisor.__name__, run_dir, started, *map(str, passed))

@@ -27,28 +27,24 @@ from labkit.launch.warm.fork import Child, Origin, has_gpu_open
 from labkit.probe import lifetime
 
 _IMPORTS = (
-    *(
-        "torch",
-        "torch.distributed.run",
-        "torch.distributed.fsdp",
-        "torch.distributed.optim",
-        "torch.distributed.pipelining",
-    ),
-    *(
-        "torch.distributed.checkpoint",
-        "torch.distributed.tensor.parallel",
-        "torch.nn.parallel",
-        "torch.profiler",
-        "torch.utils.data",
-    ),
-    *(
-        "labkit.launch.supervisor",
-        "labkit.launch.watch",
-        "labkit.launch.warm.ranks",
-        "labkit.probe.__main__",
-        "labkit.probe.runner",
-    ),
-    *("labkit.probe.hooks", "labkit.probe.hosts", "labkit.probe.position", "labkit.probe.waiting"),
+    "torch",
+    "torch.distributed.run",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "torch.profiler",
+    "torch.utils.data",
+    "labkit.launch.supervisor",
+    "labkit.launch.watch",
+    "labkit.launch.warm.ranks",
+    "labkit.probe.__main__",
+    "labkit.probe.runner",
+    "labkit.probe.hooks",
+    "labkit.probe.hosts",
+    "labkit.probe.waiting",
 )
 _LOOK = 1.0  # seconds between two checks of the processes that requested the server
 

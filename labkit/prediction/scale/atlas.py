@@ -20,8 +20,8 @@ import numpy
 from labkit.analysis.metrics import median
 from labkit.common.arguments import Number, check_type, shown
 from labkit.prediction.scale.layouts import SHARDINGS, Layout
+from labkit.prediction.scale.model import parameters_in_words
 from labkit.prediction.scale.published import Published, Refused, read
-from labkit.prediction.scale.shapes import parameters_in_words
 from labkit.prediction.scale.step import Estimate, estimate
 from labkit.prediction.scale.training import Training
 

@@ -39,14 +39,7 @@ SHARDINGS: dict[str, Sharding] = {
     sharding.name: sharding
     for sharding in (
         Sharding("ddp", "DDP", once=("all_reduce",), buffers=(1, 0, 0)),
-        Sharding(
-            "zero1",
-            "ZeRO-1",
-            ("optimizer",),
-            once=("reduce_scatter",),
-            after=("all_gather",),
-            buffers=(0, 0, 1),
-        ),
+        Sharding("zero1", "ZeRO-1", ("optimizer",), once=("reduce_scatter",), after=("all_gather",), buffers=(0, 0, 1)),
         Sharding(
             "zero2",
             "ZeRO-2",

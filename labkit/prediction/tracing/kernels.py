@@ -78,7 +78,7 @@ class Kernel:
         if not is_kernel(function):
             return None
         args, kwargs, result = tree_map_only(torch.Tensor, Meta.of, (args, kwargs or {}, result))
-        size = sum(one.bytes for one in tree_iter((args, kwargs, result)) if isinstance(one, Meta))
+        size = sum(tensor.bytes for tensor in tree_iter((args, kwargs, result)) if isinstance(tensor, Meta))
         return cls(function, args, kwargs, repr((str(function), args, kwargs)), size)
 
     def arguments(self) -> tuple[Any, Any]:
@@ -133,10 +133,10 @@ def _changes(results: Any) -> Iterator[tuple[str, list[int]]]:
         if event.name.startswith(_SCOPE):
             found, rest = [], [*event.children]
             while rest:
-                each = rest.pop()
-                rest.extend(each.children)
-                if each.tag == allocation:
-                    found.append((each.start_time_ns, each.extra_fields.alloc_size))
+                node = rest.pop()
+                rest.extend(node.children)
+                if node.tag == allocation:
+                    found.append((node.start_time_ns, node.extra_fields.alloc_size))
             yield event.name, [size for _, size in sorted(found)]
 
 

@@ -7,6 +7,11 @@ not do is refused (`guard.py`), GPUs are replaced (`gpu.py`), and data loaders w
 
 from __future__ import annotations
 
+import ast
+import builtins
+import contextlib
+import inspect
+import math
 import os
 import signal
 import sys
@@ -14,28 +19,350 @@ import sysconfig
 import time
 import traceback
 import types
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 
 from labkit.common.text import visible_line
 from labkit.common.units import size
 from labkit.prediction.tracing import world
-from labkit.prediction.tracing.alone import works_alone
-from labkit.prediction.tracing.decisions import Decisions, compiled
-from labkit.prediction.tracing.gpu import OnTracedDevice, without_gpus
 from labkit.prediction.tracing.guard import Refusals, Refused
 from labkit.prediction.tracing.rank import reported
-from labkit.prediction.tracing.replicas import Replica
 from labkit.prediction.tracing.tape import Tape, TapeCensus, scoped
-from labkit.prediction.tracing.torch_private import FAKE_MODE, NO_KERNEL, NO_SHAPE, NO_VALUES
+from labkit.prediction.tracing.torch_private import (
+    ALL_TRUE,
+    DEVICE_CONTEXT,
+    FAKE_MODE,
+    FAKE_TENSOR,
+    GIVEN_SHAPES,
+    NEEDS_SHAPES,
+    NO_KERNEL,
+    NO_SHAPE,
+    NO_VALUES,
+    STAGES_AGREE,
+)
+from labkit.prediction.tracing.world import Replica, replaced
 from labkit.probe.clocks import CpuClock
 from labkit.probe.hooks import watch_steps
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.patches import Patches
 from labkit.probe.runner import code_of
 from labkit.probe.steps import StepWatch
+from labkit.probe.torch_private import NEXT_BATCH
+
+# ---- what a script says about devices, on a machine without GPUs: every tensor is on the traced device instead, also
+# if the script gives the CPU a number
+
+
+TRACED = torch.device("cpu")
+_SAME = (torch.Tensor.cuda, torch.Tensor.pin_memory)
+_NOTHING = (
+    *("set_device", "synchronize", "empty_cache", "init", "ipc_collect"),
+    *("manual_seed", "manual_seed_all", "seed", "seed_all"),
+    *("reset_peak_memory_stats", "reset_max_memory_allocated", "set_per_process_memory_fraction"),
+)
+_ADDRESSED = 40  # bits of an offset in a storage
+_ASSUMED = dict.fromkeys((torch.isfinite, torch.Tensor.isfinite, ALL_TRUE.get()), True) | dict.fromkeys(
+    (torch.isnan, torch.isinf, torch.Tensor.isnan, torch.Tensor.isinf), False
+)
+_NUMBERS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+
+
+class OnTracedDevice(TorchFunctionMode):
+    """Replaces each GPU, and each numbered CPU, among the arguments of torch's functions. Numbers of tensors without
+    data are finite, and parameters of distributions valid. `address` numbers the storages of tensors, which libraries
+    tell apart by their addresses.
+    """
+
+    def __init__(self, address: Callable[[torch.Tensor], int]):
+        super().__init__()
+        self._address = address
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _SAME:
+            return args[0]
+        if func is torch.Tensor.__format__ and not args[0].dim():
+            return format(args[0].item(), args[1])
+        if func is torch.Tensor.data_ptr and type(args[0]) is FAKE_TENSOR.get():
+            return (self._address(args[0]) << _ADDRESSED) + args[0].storage_offset() * args[0].element_size()
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
+        named = {name: _here(value, name == "device") for name, value in (kwargs or {}).items()}
+        result = func(*(_here(value, func is torch.Tensor.to) for value in args), **named)
+        if func in _ASSUMED and type(result) is FAKE_TENSOR.get():
+            return torch.full(result.shape, _ASSUMED[func], dtype=torch.bool)
+        return result
+
+
+def _here(value: Any, is_device: bool = False) -> Any:
+    """`value`, or the traced device if it names a GPU or a CPU; an int does so where only devices are ints."""
+    if isinstance(value, torch.device):
+        return TRACED if value.type in ("cpu", "cuda") else value
+    if isinstance(value, str):
+        return str(TRACED) if value == "cuda" or value.startswith(("cpu:", "cuda:")) else value
+    return TRACED if is_device and type(value) is int else value
+
+
+def without_gpus(asked: bool, ranks: int) -> None:
+    """Replaces the functions and classes that need a GPU, for the rest of the process. If GPUs are `asked` for, there
+    is one per rank."""
+    for name in _NOTHING:
+        setattr(torch.cuda, name, lambda *_, **__: None)
+    for name in _NUMBERS:
+        setattr(torch.cuda, name, lambda *_, **__: 0)
+    torch.cuda.device = lambda *_: contextlib.nullcontext()
+    torch.nn.Module.cuda = lambda module, device=None: module
+    _with(DEVICE_CONTEXT.get())
+    _with(torch.autocast)
+    _with(torch.amp.GradScaler)
+    if asked:
+        _with(FullyShardedDataParallel, device_id=TRACED)
+        torch.cuda.is_available = lambda: True
+        torch.cuda.device_count = lambda: ranks
+        torch.cuda.current_device = lambda: int(os.environ["LOCAL_RANK"])
+        torch.cuda.is_bf16_supported = lambda *_, **__: True
+        torch.cuda.get_device_name = lambda *_: "GPU"
+
+
+def _with(kind: Any, **fixed: Any) -> None:
+    """Each GPU among the constructor's arguments is replaced; others are `fixed`."""
+    create: Callable[..., None] = kind.__init__
+
+    @wraps(create)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, *map(_here, args), **{name: _here(value) for name, value in kwargs.items()} | fixed)
+
+    kind.__init__ = init
+
+
+# ---- what a script does with other processes, in a trace that has none: data loaders without workers, exchanges of
+# Python objects, in which every rank has the same one, pipeline stages that must know the shapes of their inputs and
+# outputs, and groups of torch's fake backend
+
+
+_OF_WORKERS = (
+    *("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "worker_init_fn"),
+    *("pin_memory", "pin_memory_device", "in_order"),
+)
+
+
+def works_alone(tape: Tape) -> None:
+    """Replaces these functions, for the rest of the process. What workers of a loader would do counts as theirs."""
+    create, iterate, fetch, group = DataLoader.__init__, DataLoader.__iter__, NEXT_BATCH.get(), dist.new_group
+
+    @wraps(create)
+    def init(loader: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(create).bind(loader, *args, **kwargs).arguments
+        create(**{name: value for name, value in given.items() if name not in _OF_WORKERS})
+        loader.labkit_has_workers = bool(given.get("num_workers"))
+
+    @wraps(iterate)
+    def iterator(loader: Any) -> Any:
+        batches = iterate(loader)
+        batches.labkit_has_workers = loader.labkit_has_workers
+        return batches
+
+    def fetched(batches: Any) -> Any:
+        with tape.in_other_processes() if batches.labkit_has_workers else nullcontext():
+            return fetch(batches)
+
+    DataLoader.__init__, DataLoader.__iter__ = init, iterator
+    NEXT_BATCH.replace(wraps(fetch)(fetched))
+    if STAGES_AGREE.exists() and NEEDS_SHAPES.exists():
+        STAGES_AGREE.replace(_stages_know)
+    torch.compile = lambda model=None, **_: (lambda function: function) if model is None else model
+    replaced(
+        (group, wraps(group)(lambda ranks=None, *_, **kwargs: group(ranks, **kwargs | {"backend": None}))),
+        (dist.all_gather_object, _gathered),
+        (dist.gather_object, _gathered_by_one),
+        (dist.broadcast_object_list, lambda objects, *_, **__: None),
+        (dist.scatter_object_list, _scattered),
+        (dist.send_object_list, _exchanged),
+        (dist.recv_object_list, _exchanged),
+    )
+
+
+def _stages_know(stage: Any, received_result: Any = None) -> torch.Tensor:
+    """What the stages of a pipeline agree on before their first step: that each was given its shapes."""
+    if NEEDS_SHAPES.get()(GIVEN_SHAPES.of(stage), True):
+        _exchanged()
+    return torch.tensor([1], dtype=torch.int32)
+
+
+def _gathered(objects: list[Any], own: Any, group: Any = None) -> None:
+    objects[:] = [own] * len(objects)
+
+
+def _gathered_by_one(own: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
+    if objects is not None:
+        _gathered(objects, own)
+
+
+def _scattered(output: list[Any], inputs: list[Any] | None = None, *_: Any, **__: Any) -> None:
+    output[0] = inputs[dist.get_rank()] if inputs else None
+
+
+def _exchanged(*_: Any, **__: Any) -> NoReturn:
+    raise Refused(
+        "exchanges Python objects with another rank",
+        "a trace has no other ranks, and a PipelineStage does without them if it is given input_args and output_args",
+    )
+
+
+# ---- what a script decides by a number that it reads from data, such as its loss: a trace has no data, and reads 1
+#
+# The numbers that `item()` and `tolist()` return, and what is computed from them, remember that, and note the first
+# line that compares one of them. A second trace, with the contrary result of all comparisons, then tells whether its
+# steps depend on them.
+#
+# `float(x)` returns nothing but a float of Python, so the code of the script, and of the modules beside it, calls
+# another function instead, which reads a tensor as `item()` does. Functions of `math` are followed, those of NumPy and
+# of libraries are not.
+
+
+_COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
+_OF_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_EQUALITY = ("__eq__", "__ne__")
+_ARITHMETIC = (
+    *(f"__{side}{name}__" for name in _OF_TWO for side in ("", "r")),
+    *("__neg__", "__pos__", "__abs__", "__round__"),
+)
+_OF_MATH = ("exp", "expm1", "exp2", "log", "log1p", "log2", "log10", "sqrt", "pow", "fsum", "tanh")
+_FLOAT = "_float_or_item"  # a builtin function
+
+
+class Decisions:
+    """The comparisons of a trace; if `contrary`, each of them has the contrary result. `first` is where the first one
+    was, if there was one."""
+
+    def __init__(self, contrary: bool):
+        self.contrary = contrary
+        self.first: traceback.StackSummary | None = None
+
+    def follow(self, libraries: tuple[str, ...]) -> None:
+        """Replaces what reads numbers from tensors, and how modules outside of `libraries` are loaded, for the rest of
+        the process. Constants of the script are known."""
+
+        def reading(original: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+            def read(tensor: torch.Tensor) -> Any:
+                is_known = getattr(tensor, "constant", None) is not None
+                value = original(tensor)
+                return value if is_known else self._unknown(value)
+
+            return read
+
+        torch.Tensor.item = item = reading(torch.Tensor.item)
+        torch.Tensor.tolist = reading(torch.Tensor.tolist)
+
+        def number(*values: Any) -> Any:
+            is_read = len(values) == 1 and isinstance(values[0], torch.Tensor) and values[0].is_floating_point()
+            return item(values[0]) if is_read else values[0] if _are_unknown(values) else float(*values)
+
+        setattr(builtins, _FLOAT, number)
+        for name in _OF_MATH:
+            if hasattr(math, name):  # exp2 is of Python 3.11
+                setattr(math, name, self._followed(getattr(math, name)))
+        load = SourceFileLoader.get_code
+
+        def get_code(loader: SourceFileLoader, name: str) -> Any:
+            path = loader.get_filename(name)
+            return load(loader, name) if path.startswith(libraries) else compiled(path)
+
+        SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+
+    def _unknown(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._unknown(item) for item in value]
+        return _Unknown(value, self) if isinstance(value, float) else value
+
+    def _followed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(*values: Any) -> Any:
+            return self._unknown(function(*values)) if _are_unknown(values) else function(*values)
+
+        return computed
+
+    def compared(self, result: bool) -> bool:
+        """A number that the data determine has been compared, with this result; returns the result to continue with."""
+        if self.first is None:
+            self.first = traceback.extract_stack()
+        return result != self.contrary
+
+
+def compiled(path: str) -> CodeType:
+    """The code of a file of the user's own, in which decisions are followed."""
+    tree = ast.parse(Path(path).read_bytes(), path)
+    return compile(_Floats().visit(tree), path, "exec", dont_inherit=True)
+
+
+class _Floats(ast.NodeTransformer):
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        if isinstance(node.func, ast.Name) and node.func.id == "float":
+            node.func.id = _FLOAT
+        self.generic_visit(node)
+        return node
+
+
+def _are_unknown(values: Any) -> bool:
+    return any(
+        isinstance(value, _Unknown) or (isinstance(value, (list, tuple)) and _are_unknown(value)) for value in values
+    )
+
+
+class _Unknown(float):
+    """A number that the data determine."""
+
+    decisions: Decisions
+
+    def __new__(cls, value: float, decisions: Decisions) -> _Unknown:
+        number = super().__new__(cls, value)
+        number.decisions = decisions
+        return number
+
+    __hash__ = float.__hash__
+
+
+def _comparison(name: str) -> Callable[[_Unknown, Any], Any]:
+    compare = getattr(float, name)
+
+    def compared(number: _Unknown, other: Any) -> Any:
+        result = compare(number, other)
+        looks_for_nan = name in _EQUALITY and isinstance(other, _Unknown)
+        is_decision = result is not NotImplemented and not looks_for_nan
+        return number.decisions.compared(result) if is_decision else result
+
+    return compared
+
+
+def _operation(name: str) -> Callable[..., Any]:
+    compute = getattr(float, name)
+
+    def computed(number: _Unknown, *others: Any) -> Any:
+        result = compute(number, *others)
+        return _Unknown(result, number.decisions) if isinstance(result, float) else result
+
+    return computed
+
+
+def _is_true(number: _Unknown) -> bool:
+    return number.decisions.compared(bool(float(number)))
+
+
+_Unknown.__bool__ = _is_true  # type: ignore[method-assign]
+for _name in _COMPARISONS:
+    setattr(_Unknown, _name, _comparison(_name))
+for _name in _ARITHMETIC:
+    setattr(_Unknown, _name, _operation(_name))
+
 
 STEPS = 3  # the first typical one, whatever wraps the model, and the one of which a run profiles the memory
 LEAST = 2  # optimizers have their state in it
@@ -47,6 +374,9 @@ _LIBRARIES = (
     *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     *(str(_HERE / package) for package in ("prediction", "probe")),
 )
+
+
+# ---- the trace of a script
 
 
 class Ended(BaseException):
@@ -174,7 +504,7 @@ class Steps:
         """Step `step`, after those that may be reported, has ended."""
         self._later += 1
         (_, _, calls, *_), *_ = self._newest
-        reported, now = (sum(call.bytes for call in each) for each in (calls, self._tape.calls))
+        reported, now = (sum(call.bytes for call in of_step) for of_step in (calls, self._tape.calls))
         if self._before is not None and abs(now - reported) > _ALIKE * max(now, reported):
             payload = f"collectives of {size(now)}, the one predicted of {size(reported)}"
             self.note = f"its steps differ: step {step} has {payload}"
@@ -288,5 +618,5 @@ def _line(error: BaseException) -> str:
 
 def _place(frames: traceback.StackSummary) -> str:
     """The innermost line outside of libraries."""
-    own = [each for each in frames if not each.filename.startswith((*_LIBRARIES, "<"))]
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
     return f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}" if own else _UNPLACED

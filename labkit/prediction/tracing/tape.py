@@ -9,20 +9,26 @@ it until Python or C++ releases its last reference, or until it is resized (FSDP
 
 from __future__ import annotations
 
+import math
 import traceback
 import weakref
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from labkit.prediction.tracing.allocator import WORKSPACE, Change
-from labkit.prediction.tracing.flops import Flops
-from labkit.prediction.tracing.kernels import Kernel, workspace
+from labkit.prediction.tracing.kernels import Kernel, is_kernel, workspace
 from labkit.prediction.tracing.torch_private import (
     DISPATCH_MODE,
     FAKE_TENSOR,
@@ -35,10 +41,238 @@ from labkit.prediction.tracing.torch_private import (
     WAIT,
     WITHOUT_MODES,
 )
-from labkit.prediction.tracing.work import Work
+from labkit.prediction.tracing.world import batch, load
 from labkit.probe.memory import Census
 from labkit.probe.timeline import Allocation
 from labkit.probe.traffic import operation
+
+# ---- floating-point operations (FLOPs) of a traced step: matrix products, convolutions and attention, by the formulas
+# of torch's own counter (`torch.utils.flop_counter`)
+#
+# A multiplication and an addition are two; a causal mask saves nothing.
+#
+# What a backward pass computes a second time is counted apart: blocks with activation checkpointing, and the scores of
+# attention, which fused kernels do not store. Such a block runs in backward with gradients enabled. So does a backward
+# pass that is itself differentiated (`create_graph`), whose FLOPs therefore also count as recomputed.
+
+
+_NONE = -1  # the number of the backward pass outside of one
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+# torch's counter has no formula for the kernels of a CPU, on which every trace runs
+_FORWARD, _BACKWARD = (
+    getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}", None) for end in ("", "_backward")
+)
+FORMULAS: Mapping[Any, Callable[..., int]] = MappingProxyType(
+    {**flop_registry, _FORWARD: _attention, _BACKWARD: _attention_backward}
+)
+
+
+class Flops:
+    """The FLOPs of a rank: all that it `executed`, and how many of them were `recomputed`."""
+
+    def __init__(self) -> None:
+        self.executed = self.recomputed = 0
+
+    def add(self, function: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """Counts an operation on local tensors, and returns its FLOPs."""
+        formula = FORMULAS.get(function.overloadpacket)
+        if formula is None:
+            return 0
+        count = int(formula(*args, **kwargs, out_val=result))
+        self.executed += count
+        if torch.is_grad_enabled() and GRAPH_TASK.get()() != _NONE:
+            self.recomputed += count
+        elif function.overloadpacket is _BACKWARD:
+            self.recomputed += _scores(args[1], args[2])
+        return count
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
+    """FLOPs of the scores of attention."""
+    return 2 * math.prod(query.shape) * key.shape[-2]
+
+
+class _Counter(DISPATCH_MODE.get()):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = Flops()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.flops.add(func, args, kwargs or {}, result)
+        return result
+
+
+def of_a_sample(path: str, source: str, sample: Any) -> int:
+    """The FLOPs that the model of a script for one device needs for forward and backward of one sample of a shape,
+    without what it recomputes. To be called under fake tensors."""
+    script = load(path, source)
+    inputs, targets = batch(script, sample, 1).tensors
+    model = torch.nn.Sequential(*script.build_blocks())
+    with _Counter() as counter:
+        cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).backward()
+    return counter.flops.executed - counter.flops.recomputed
+
+
+# ---- what a rank computes and sends in a traced step, in order: of each kernel its FLOPs and the bytes that it reads
+# and writes, each collective, and where its result is needed
+#
+# - A kernel reads its arguments and writes its results once; views and allocations cost nothing. The rows that a lookup
+#   reads are as large as its result.
+# - The result of a collective is needed by the first kernel that uses it, or at once, if the script waits for it.
+# - On a GPU the host runs ahead. A collective in a separate stream (FSDP) therefore starts as soon as its input is
+#   computed and the result of the one before it is in use, which is the implicit prefetch of FSDP; a kernel in such a
+#   stream passes on what it waits for.
+# - torch's optimizers update all parameters of a GPU together (foreach): equal operations of an optimizer are one
+#   kernel.
+
+
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}  # of others: fp32
+_LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
+_MESSAGES = ("send", "recv")
+
+Addressed = list[tuple[int, torch.Tensor]]  # tensors with the addresses of their storages
+Started = tuple[str, int, tuple[int, ...]]  # operation, bytes, and the ranks of the group or the other end
+
+
+class _Kernel(NamedTuple):
+    time: int
+    name: str
+    type: str
+    flops: int
+    bytes: int
+
+
+class Work:
+    """The record of a step. `on_gpu`: the script is written for GPUs, which it does not have here."""
+
+    def __init__(self, on_gpu: bool = False):
+        self.on_gpu = on_gpu
+        self._stream = torch.cpu.current_stream()
+        self._items: list[tuple[int, int, Any]] = []  # place in the program, number, kernel or item
+        self._needed: dict[int, set[int]] = {}  # by address, the collectives that write it
+        self._computed: dict[int, int] = {}  # by address, the number of the item that computes it
+        self._used: dict[tuple[Any, ...], int] = {}  # by operation and group, the number of the last wait
+        self._calls: list[tuple[Any, ...]] = []  # operation and group by number of the collective
+
+    def operation(self, time: int, func: Any, flops: int, read: Addressed, written: Addressed) -> None:
+        """An operation on local tensors."""
+        if not is_kernel(func):
+            return
+        numbers = self._needed_by((*read, *written))
+        if numbers and self._is_aside:
+            for address, _ in written:
+                self._needed.setdefault(address, set()).update(numbers)
+        else:
+            self._wait(numbers)
+        name = SCHEMA.of(func).name
+        size = sum(map(_bytes, written))
+        size += size if name in _LOOKUPS else sum(map(_bytes, read))
+        kind = next((_TYPES.get(tensor.dtype, "fp32") for _, tensor in read), "fp32")
+        before = max((self._computed.get(address, 0) for address, _ in read), default=0)
+        self._append(_Kernel(time, name, kind, flops, size))
+        for address, _ in written:
+            self._computed[address] = before if self._is_aside else len(self._items)
+
+    def start(self, func: Any, args: Any, call: Started, read: Addressed, written: Addressed) -> None:
+        """A collective or message starts."""
+        op, _, ranks = call
+        number, key = len(self._calls), (op, ranks)
+        self._calls.append(key)
+        place = None
+        if self.on_gpu and self._is_aside:
+            ready = [self._computed.get(address, 0) for address, _ in read]
+            place = max([self._used.get(key, 0), *ready])
+        self._append(["start", number, *call], place)
+        if op == "send":
+            return
+        for address, _ in written:
+            self._needed.setdefault(address, set()).add(number)
+        if _is_synchronous(func, args) and not (self.on_gpu and self._is_aside):
+            self._wait({number})
+
+    def wait(self, tensors: Addressed) -> None:
+        """The script waits for the collectives that write some tensors."""
+        if not self._is_aside:
+            self._wait(self._needed_by(tensors))
+
+    def _needed_by(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> set[int]:
+        return {number for address, _ in tensors for number in self._needed.get(address, ())}
+
+    @property
+    def stream(self) -> int:
+        """A number of the current stream; 0 for that of the script."""
+        current = torch.cpu.current_stream()
+        return 0 if current is self._stream else id(current)
+
+    @property
+    def _is_aside(self) -> bool:
+        return self.stream != 0
+
+    def _append(self, item: Any, place: int | None = None) -> None:
+        number = len(self._items) + 1
+        self._items.append((number if place is None else place, number, item))
+
+    def _wait(self, numbers: set[int]) -> None:
+        for number in sorted(numbers):
+            self._append(["wait", number])
+            self._used[self._calls[number]] = len(self._items)
+        if numbers:
+            for found in self._needed.values():
+                found -= numbers
+
+    def program(self, spans: list[tuple[str, int, int]]) -> list[Any]:
+        """The program of the step with these phases, in the form of `compute`; in place of the seconds of a
+        computation stand its kernels, as [type, FLOPs, bytes, number of them]."""
+        begins = [first for _, first, _ in spans]
+
+        def phase_of(entry: tuple[int, int, Any]) -> str:
+            item = entry[2]
+            return spans[max(0, bisect_right(begins, item.time) - 1)][0] if isinstance(item, _Kernel) else ""
+
+        found: list[Any] = []
+        for phase, items in groupby(sorted(self._items, key=lambda entry: entry[:2]), phase_of):
+            if phase:
+                together = self.on_gpu and phase == "optimizer"
+                found.append(["compute", phase, _counted([item for *_, item in items], together)])
+            else:
+                found += [item for *_, item in items]
+        return found
+
+
+def _counted(kernels: list[_Kernel], together: bool) -> list[list[Any]]:
+    if together:
+        ordered = sorted(kernels, key=lambda kernel: (kernel.name, kernel.type))
+        sums = [[*group] for _, group in groupby(ordered, lambda kernel: (kernel.name, kernel.type))]
+        return [[g[0].type, sum(kernel.flops for kernel in g), sum(kernel.bytes for kernel in g), 1] for g in sums]
+    return [[*key, count] for key, count in Counter(kernel[2:] for kernel in kernels).items()]
+
+
+def _bytes(operand: tuple[int, torch.Tensor]) -> int:
+    """Those of a tensor; an expanded one has no more than its storage."""
+    return min(operand[1].numel() * operand[1].element_size(), operand[1].untyped_storage().nbytes())
+
+
+def _is_synchronous(func: Any, args: Any) -> bool:
+    """Whether the script waits for a collective as soon as it has started it."""
+    place = _place_of_async(func)
+    return place is not None and len(args) > place and not args[place]
+
+
+@cache
+def _place_of_async(func: Any) -> int | None:
+    names = [argument.name.lower().replace("_", "") for argument in SCHEMA.of(func).arguments]
+    return names.index("asyncop") if "asyncop" in names else None
+
 
 tree_iter = TREE_ITER.get()
 _READS, _WAIT = READ_NUMBER.get(), WAIT.get()
@@ -59,6 +293,9 @@ _INDICES = ("aten::randint", "aten::randperm", "aten::arange")
 OPERATION = 1_000_000_000
 
 
+# ---- the tape
+
+
 @dataclass(frozen=True)
 class Call:
     """A collective: the operation, the bytes of its payload as in a `traffic` event, the number of ranks of its
@@ -77,11 +314,11 @@ def called(func: Any, args: Any) -> Call | None:
     op = operation(name)
     if "wait" in op or "monitored" in op:
         return None
-    group = next((one for one in args if isinstance(one, (torch.ScriptObject, dist.ProcessGroup))), None)
+    group = next((value for value in args if isinstance(value, (torch.ScriptObject, dist.ProcessGroup))), None)
     functional = group is None  # its arguments are a tensor, numbers and the name of the group
     group = GROUP_OF.get()(args[-1]) if functional else dist.ProcessGroup.unbox(group)
     ranks = group.size()
-    size = sum(each.numel() * each.element_size() for each in tree_iter(args) if isinstance(each, torch.Tensor))
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tree_iter(args) if isinstance(tensor, torch.Tensor))
     if functional:
         size *= ranks if op == "all_gather" else 1
     elif op in ("all_gather", "reduce_scatter"):  # outputs and inputs: the whole, and one share of it
@@ -196,7 +433,7 @@ class Tape(DISPATCH_MODE.get()):
     @property
     def history(self) -> list[Change]:
         """What was allocated and freed, in order."""
-        return [one for one in self._history if one[0] not in self.elsewhere]
+        return [change for change in self._history if change[0] not in self.elsewhere]
 
     def _takes_workspace(self) -> None:
         thread = -1 if GRAPH_TASK.get()() == _NO_TASK else -2
@@ -214,7 +451,9 @@ class Tape(DISPATCH_MODE.get()):
         """Other processes do what is done here: of its allocations only those count that are left at its end."""
         first = len(self.allocations)
         yield
-        self.allocations[first:] = [one for one in self.allocations[first:] if one.address in self._sizes]
+        self.allocations[first:] = [
+            allocation for allocation in self.allocations[first:] if allocation.address in self._sizes
+        ]
 
     def mark(self) -> int:
         """A time after everything so far, and before everything that follows."""
@@ -245,8 +484,8 @@ class Tape(DISPATCH_MODE.get()):
 
     def _known(self, *values: Any) -> list[tuple[int, torch.Tensor]]:
         """The tensors among some values, with the addresses of their storages, 0 if it has none."""
-        found = (getattr(one, "elem", one) for one in tree_iter(values) if isinstance(one, torch.Tensor))
-        return [(self._addresses.get(one.untyped_storage(), 0), one) for one in found]
+        found = (getattr(tensor, "elem", tensor) for tensor in tree_iter(values) if isinstance(tensor, torch.Tensor))
+        return [(self._addresses.get(tensor.untyped_storage(), 0), tensor) for tensor in found]
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage has another size now; 0 if it was freed."""
@@ -274,10 +513,11 @@ def _name(func: Any) -> str:
 
 def _has_numbers(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation is on integers with data only, or makes them."""
-    given = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
+    given = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)]
     if given:
         return all(
-            type(each) is torch.Tensor and each.dtype in _NUMBERS and each.device.type == "cpu" for each in given
+            type(tensor) is torch.Tensor and tensor.dtype in _NUMBERS and tensor.device.type == "cpu"
+            for tensor in given
         )
     return SCHEMA.of(func).name.startswith(_INDICES) or kwargs.get("dtype") in _NUMBERS
 

@@ -81,19 +81,9 @@ def _anywhere(spec: Spec) -> str | None:
 FAULTS: dict[str, Fault] = {
     row.name: row
     for row in (
+        Fault("slow_rank", "One rank is slow", "The other ranks wait for it in backward.", "straggler", _sampled),
         Fault(
-            "slow_rank",
-            "One rank is slow",
-            "The other ranks wait for it in backward.",
-            "straggler",
-            _sampled,
-        ),
-        Fault(
-            "slow_loader",
-            "Slow data loading",
-            "Every step starts with a wait for its batch.",
-            "input_bound",
-            _anywhere,
+            "slow_loader", "Slow data loading", "Every step starts with a wait for its batch.", "input_bound", _anywhere
         ),
         Fault(
             "killed_rank",
@@ -117,11 +107,7 @@ FAULTS: dict[str, Fault] = {
             _several_ranks,
         ),
         Fault(
-            "no_sampler",
-            "No DistributedSampler",
-            "Every rank trains on the same samples.",
-            "same_samples",
-            _sampled,
+            "no_sampler", "No DistributedSampler", "Every rank trains on the same samples.", "same_samples", _sampled
         ),
         Fault(
             "no_set_epoch",

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from labkit.setup.preflight import Needs
-from labkit.training.options import MOST, Option
-from labkit.training.rows import Strategy
+from labkit.training.rows import MOST, Option, Strategy
 from labkit.training.strategies import pipelines, rules
 
 # ---- options of several strategies, and reasons why several do not support a common option
@@ -308,13 +307,7 @@ STRATEGIES: dict[str, Strategy] = {
             limit=rules.first_of(rules.mesh_limit, pipelines.limit, pipelines.micro_batch_limit, rules.tensor_limit),
             unmet=rules.without_evaluation,
             default_nproc=8,
-            options=(
-                PP_SIZE,
-                TP_SIZE,
-                SCHEDULE_OF_WRAPPED,
-                MICRO_BATCHES,
-                SEQUENCE_PARALLEL,
-            ),
+            options=(PP_SIZE, TP_SIZE, SCHEDULE_OF_WRAPPED, MICRO_BATCHES, SEQUENCE_PARALLEL),
             lacks={"accumulate": PIPELINED, "fp16": SCALED},
             constants=pipelines.constants,
         ),

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from labkit.training.options import MOST
+from labkit.training.rows import MOST
 from labkit.training.workloads import WORKLOADS
 
 if TYPE_CHECKING:

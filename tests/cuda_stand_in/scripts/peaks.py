@@ -21,7 +21,7 @@ import torch.distributed.tensor.parallel
 
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
-from labkit.prediction.tracing.script import batch, load
+from labkit.prediction.tracing.world import batch, load
 
 STEPS = 4
 LIMIT = 120  # seconds for one Spec

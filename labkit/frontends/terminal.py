@@ -1,4 +1,4 @@
-"""What a terminal shows: lists of runs, one run, and a run that is watched until it ends."""
+"""The terminal front end: draws a RunState with rich, and shows the same facts as the panel."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from labkit.figures.advice import HEADS as ADVICE_HEADS
 from labkit.figures.advice import MISFIT_HEADS, Advised, Scaled
 from labkit.figures.atlas import EVIDENCE_HEADS, Atlas
 from labkit.figures.atlas import HEADS as ATLAS_HEADS
+from labkit.figures.charts import timeline
 from labkit.figures.colours import PHASES as PHASE_COLOURS
 from labkit.figures.colours import rank_colour
 from labkit.figures.estimated import Comparison, Estimated
 from labkit.figures.explained import NO_FINDINGS, Explained
 from labkit.figures.prediction import Prediction
-from labkit.figures.profiled import timeline
 from labkit.frontends.console import Console
 from labkit.launch.leases import Ticket, devices, duration
 from labkit.record.documents import Summary, UnreadableRun
@@ -51,6 +51,9 @@ from labkit.record.startup import table as startup_rows
 from labkit.record.state import RunState
 from labkit.record.writer import PHASES
 from labkit.runs.comparing import Comparing
+
+# ---- what a terminal shows: lists of runs, one run, and a run that is watched until it ends
+
 
 # ---- what the tables of the terminal have in common
 

@@ -1,22 +1,199 @@
-"""The files that start a job at a site: its profile, the commands of torchrun, the batch file of Slurm, and the YAML of
-Kubeflow and SkyPilot."""
+"""Jobs that run without this lab or on another machine: a job as a plain value, and the files of torchrun, Slurm,
+Kubeflow and SkyPilot that start it, packed as one zip.
+
+It starts nothing. It never imports torch, the launcher or a front end.
+
+`Portable` is a job without this lab: its files, what torchrun starts, nodes and ranks, and pinned packages; nothing is
+executed to find them. Pure functions make text of it and a `Profile` of the site, and `pack` writes them as one zip
+(`record/packed.py` unpacks it).
+"""
 
 from __future__ import annotations
 
+import ast
+import io
 import re
 import shlex
+import stat
+import sys
+import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from importlib import metadata
+from modulefinder import ModuleFinder
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from labkit.common.arguments import shown
-from labkit.common.files import MARK
-from labkit.common.units import counted
-from labkit.jobs.portable import REQUIREMENTS, Portable
-from labkit.plan.spec import SpecError
+from labkit.common.files import MARK, write_output
+from labkit.common.units import counted, size
+from labkit.plan.nodes import divided
+from labkit.plan.script import write_script
+from labkit.plan.spec import Spec, SpecError
+from labkit.record.folder import RunFolder
+from labkit.record.follow import torch_of
+from labkit.record.packed import recording
 from labkit.setup import limits
+
+# ---- what a script imports
+
+
+_LAB = "labkit"
+
+
+def local_modules(root: Path, script: str = "", module: str = "") -> list[Path]:
+    """The files below `root` that a script there, or a module, needs: itself and what it imports, directly or not."""
+    finder = ModuleFinder(path=[str(root)])
+    try:
+        if script:
+            finder.run_script(str(root / script))
+        else:
+            finder.import_hook(module)
+            if (root.joinpath(*module.split("."), "__main__.py")).is_file():
+                finder.import_hook(f"{module}.__main__")
+    except SyntaxError as error:
+        raise SpecError("script", f"{error.filename}:{error.lineno} is not valid Python: {error.msg}") from None
+    except ImportError:
+        raise SpecError("script", f"{root} has no module {module}; pack it from the folder that contains it") from None
+    found = {Path(imported.__file__) for imported in finder.modules.values() if imported.__file__}
+    return sorted(path for path in found if path.suffix == ".py" and path.is_relative_to(root))
+
+
+def requirements(files: Mapping[str, str], torch: str = "") -> tuple[str, ...]:
+    """`package==version` for each package that Python files import, as installed here; `torch` is the version that ran,
+    if it is known. Local versions such as `+cpu` are left out, because no registry has them."""
+    own = {path.partition("/")[0].removesuffix(".py") for path in files}
+    wanted = {"torch"} | {name for text in files.values() for name in _imports(text)}
+    distributions = metadata.packages_distributions()
+    names = {distribution for name in wanted - own - {_LAB} for distribution in distributions.get(name, ())[:1]}
+    pins = {name: metadata.version(name).partition("+")[0] for name in names - {_LAB}}
+    if torch:
+        pins["torch"] = torch
+    return tuple(f"{name}=={version}" for name, version in sorted(pins.items()))
+
+
+def _imports(text: str) -> set[str]:
+    """The top-level names of the packages that a Python file imports, without those of the standard library."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except SyntaxError:
+        return set()
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    return {name.partition(".")[0] for name in found} - sys.stdlib_module_names
+
+
+# ---- portable
+
+
+SCRIPT = "train.py"  # the name of a generated script
+REQUIREMENTS = "requirements.txt"
+_LARGEST_JOB = 16 << 20  # bytes of all files of a job
+
+
+@dataclass(frozen=True)
+class Portable:
+    """A job that needs nothing of this lab.
+
+    `files` are the script and the modules that it imports, by relative path; `target` is what torchrun starts, with its
+    arguments. `nodes` × `per_node` ranks run it; started again, it `resumes` from checkpoints or starts from step 1.
+    `requirements` are pinned packages.
+    """
+
+    name: str
+    files: Mapping[str, str]
+    target: tuple[str, ...]
+    nodes: int
+    per_node: int
+    device: str
+    max_restarts: int
+    resumes: bool
+    requirements: tuple[str, ...]
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of all nodes."""
+        return self.nodes * self.per_node
+
+    @property
+    def all_files(self) -> dict[str, str]:
+        """The files that the job needs wherever it runs: its own, and the list of packages."""
+        return {**self.files, REQUIREMENTS: "".join(f"{requirement}\n" for requirement in self.requirements)}
+
+
+def of_spec(spec: Spec, nodes: int = 1) -> Portable:
+    """The job of a Spec with its number of ranks resolved. A strategy's job starts from the beginning, without the
+    checkpoint that the Spec resumes from. Raises `SpecError`."""
+    per_node = per_node_of(spec, nodes)
+    if spec.script is None:
+        files, target = {SCRIPT: write_script(replace(spec, resume=None))}, (SCRIPT,)
+    elif spec.as_module:
+        files = _read(Path.cwd(), local_modules(Path.cwd(), module=spec.script))
+        target = ("-m", spec.script, *spec.args)
+    else:
+        script = Path(spec.script).absolute()
+        files = _read(script.parent, local_modules(script.parent, script=script.name))
+        target = (script.name, *spec.args)
+    return _job(spec, nodes, per_node, files, target)
+
+
+def of_run(folder: RunFolder, nodes: int = 1) -> Portable:
+    """The job of a recorded run: the script that ran, with the version of torch that ran it. Raises `SpecError`."""
+    spec = folder.read_spec().to_spec()
+    version = torch_of(folder).partition("+")[0]
+    if spec.resume is None and folder.script.is_file():
+        script = {SCRIPT: folder.text(folder.script)}
+        return _job(spec, nodes, per_node_of(spec, nodes), script, (SCRIPT, *spec.args), version)
+    where = Path(folder.read_launch().cwd or ".")
+    if spec.script is not None:
+        if spec.as_module or not (where / spec.script).is_file():
+            raise SpecError(
+                "script", f"the script of {folder.name}, {spec.script}, is not in {where} any more; pack it by its path"
+            )
+        spec = replace(spec, script=str(where / spec.script))
+    job = of_spec(spec, nodes)
+    return replace(job, requirements=requirements(job.files, version))
+
+
+def per_node_of(spec: Spec, nodes: int) -> int:
+    """Ranks on each of `nodes` nodes; `SpecError` if the ranks cannot be divided among them."""
+    if spec.nproc is None:
+        raise SpecError("nproc", "the job depends on the number of ranks, which is not set; add --nproc")
+    return divided(spec.processes, nodes)
+
+
+def _job(
+    spec: Spec, nodes: int, per_node: int, files: Mapping[str, str], target: tuple[str, ...], torch: str = ""
+) -> Portable:
+    return Portable(
+        name=spec.name,
+        files=files,
+        target=target,
+        nodes=nodes,
+        per_node=per_node,
+        device=spec.device if spec.device != "auto" else "cuda",
+        max_restarts=spec.max_restarts,
+        resumes=spec.save_every is not None,
+        requirements=requirements(files, torch),
+    )
+
+
+def _read(root: Path, paths: list[Path]) -> dict[str, str]:
+    """Python files below `root` as text, by relative path."""
+    if sum(path.stat().st_size for path in paths) > _LARGEST_JOB:
+        raise SpecError(
+            "script", f"the script and its modules are larger than {size(_LARGEST_JOB, 0)}; pack fewer modules"
+        )
+    found = {}
+    for path in paths:
+        try:
+            found[path.relative_to(root).as_posix()] = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise SpecError("script", f"{path} is not a text in UTF-8; save it as UTF-8") from None
+    return found
+
 
 # ---- profiles
 
@@ -175,12 +352,12 @@ def sbatch(job: Portable, profile: Profile, launch: Launch = BARE) -> str:
         f"port=$(({_PORTS[0]} + SLURM_JOB_ID % {_PORTS[1]}))  # jobs that share a node have different ports",
         "",
         "srun --kill-on-bad-exit=1 \\",
-        *(f"  {words} \\" for words in (*_container(job, profile), _words(launch.torchrun))),
+        *(f"  {words} \\" for words in (*_container(job, profile), shlex.join(launch.torchrun))),
         f'  --nnodes="$SLURM_NNODES" --nproc-per-node={job.per_node} --max-restarts={job.max_restarts} \\',
         '  --rdzv-backend=c10d --rdzv-endpoint="${hosts[0]}:$port" \\',
         '  --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \\',
-        *(f"  {_words([option])} \\" for option in launch.options),
-        f"  {_words(job.target)} &",
+        *(f"  {shlex.join([option])} \\" for option in launch.options),
+        f"  {shlex.join(job.target)} &",
         "wait $!  # in the background, so that this shell handles signals",
         "",
     ]
@@ -218,14 +395,10 @@ def _container(job: Portable, profile: Profile) -> list[str]:
     return [f'--container-image={profile.container} --container-mounts="$PWD" --container-workdir="$PWD"']
 
 
-def _words(words: tuple[str, ...] | list[str]) -> str:
-    return shlex.join(words)
-
-
 # ---- the job files of Kubeflow Trainer and SkyPilot, in YAML
 
 
-_LARGEST = 1_000_000  # bytes: Kubernetes stores objects of at most 1.5 MiB
+_LARGEST_TRAINJOB = 1_000_000  # bytes: Kubernetes stores objects of at most 1.5 MiB
 _FOLDER = "job"  # of the files, on each node
 _ACCELERATOR = "A100"  # of SkyPilot, if the profile has no GPU
 
@@ -247,7 +420,7 @@ def trainjob(job: Portable, profile: Profile) -> str:
     commands = ["set -e", *_prepared(job, profile)]
     commands.append(shlex.join(["torchrun", f"--max-restarts={job.max_restarts}", *job.target]))
     text = re.sub(r"\$(?=[$(])", "$$", "\n".join(commands) + "\n")  # Kubernetes replaces $(NAME), and $$ by $
-    if len(text.encode()) > _LARGEST:
+    if len(text.encode()) > _LARGEST_TRAINJOB:
         raise SpecError("script", f"the files of {job.name} are too large for a TrainJob; pack fewer modules")
     trainer: dict[str, Any] = {"numNodes": job.nodes, "numProcPerNode": job.per_node, "command": ["bash", "-c", text]}
     if profile.container:
@@ -308,3 +481,56 @@ def _label(name: str) -> str:
     """A name as Kubernetes accepts it: at most 63 lower-case letters, digits and hyphens, a letter first."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:56].strip("-")
     return label if label[:1].isalpha() else f"job-{label}".strip("-")
+
+
+_DATE = (1980, 1, 1, 0, 0, 0)  # of all files: the same job is the same zip
+
+
+def contents(job: Portable, profile: Profile) -> dict[str, str]:
+    """The files of a job by path, with those that start it on torchrun, Slurm, Kubeflow and SkyPilot."""
+    return {
+        "README.md": _readme(job),
+        **job.all_files,
+        "torchrun.txt": "".join(f"{line}\n" for line in commands(job)),
+        "job.sbatch": sbatch(job, profile),
+        "trainjob.yaml": trainjob(job, profile),
+        "skypilot.yaml": skypilot(job, profile),
+    }
+
+
+def pack(job: Portable, profile: Profile, path: Path, run: RunFolder | None = None) -> Path:
+    """Writes a job as a zip, with the recording of the `run` that it was; or replaces one that was packed before.
+    Raises `OSError` if it cannot be written."""
+    files: dict[str, str | bytes] = {**contents(job, profile)}
+    if run is not None:
+        files |= recording(run)
+    write_output(path, zipped(files), private=True)
+    return path
+
+
+def zipped(files: Mapping[str, str | bytes]) -> bytes:
+    """A zip of files by path; the same files are the same bytes."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        archive.comment = MARK.encode()
+        for name, data in files.items():
+            entry = zipfile.ZipInfo(name, _DATE)
+            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, (stat.S_IFREG | 0o644) << 16
+            archive.writestr(entry, data)
+    return packed.getvalue()
+
+
+def _readme(job: Portable) -> str:
+    nodes = "one machine" if job.nodes == 1 else f"{job.nodes} nodes"
+    elsewhere = "" if job.nodes == 1 else " Replace HOST by the address of the first node, which the others must reach."
+    return f"""# {job.name}
+
+A PyTorch training job: {counted(job.ranks, "rank")} on {nodes}, started by torchrun.
+
+1. Install torch for your GPUs (pytorch.org), then `pip install -r {REQUIREMENTS}`: the versions it was packed with.
+2. Run the commands of `torchrun.txt`, one per node, in this folder.{elsewhere}
+3. Slurm: `sbatch job.sbatch`, after filling in partition and account of your site.
+4. Kubeflow Trainer: `kubectl create -f trainjob.yaml`. SkyPilot: `sky launch skypilot.yaml`.
+
+It runs on GPUs if there are any; with `CUDA_VISIBLE_DEVICES=` in front of torchrun it runs on CPU cores.
+"""
