@@ -244,7 +244,7 @@ def test_an_event_that_is_no_json_is_left_out(tmp_path):
     ("content", "says"),
     [
         ("hello", "is nothing that can be explained"),
-        (b"", "is nothing that can be explained"),
+        (b"", "is empty, so nothing can be explained"),
         ('{"a": 1}', "is nothing that can be explained"),
         ('{"schemaVersion": 1}', "has no list traceEvents"),
         ('{"traceEvents": {}}', "has no list traceEvents"),

@@ -79,7 +79,7 @@ def _files(paths: Iterable[Path]) -> list[Path]:
         if not os.path.isdir(path):  # noqa: PTH112 a name that is too long is no folder
             files.append(path)
             continue
-        if (path / "spec.json").is_file() and (path / "events").is_dir():
+        if _is_run(path):
             raise ForeignError(f"{path} is a run of the lab; show it with: labkit show {path}")
         within = [file for file in _opened(path, _within) if _is_known(file)]
         if not within:
@@ -91,18 +91,22 @@ def _files(paths: Iterable[Path]) -> list[Path]:
 
 
 def _within(folder: Path, depth: int = 0) -> list[Path]:
-    """The files of a folder and of the folders in it, in order. Links to folders are not followed, hidden ones left
-    out."""
+    """The files of a folder and of the folders in it, in order. Links to folders are not followed, hidden folders and
+    runs of the lab left out."""
     files: list[Path] = []
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
-            if depth < _DEEPEST and not path.name.startswith("."):
+            if depth < _DEEPEST and not path.name.startswith(".") and not _is_run(path):
                 files += _within(path, depth + 1)
         else:
             files.append(path)
         if len(files) > _MOST_FILES:
             raise ForeignError(f"{folder} has more than {_MOST_FILES:,} files; name the folder of one job")
     return files
+
+
+def _is_run(folder: Path) -> bool:
+    return os.path.lexists(folder / "spec.json") and (folder / "events").is_dir()
 
 
 def _is_known(path: Path) -> bool:
@@ -117,6 +121,8 @@ def _is_known(path: Path) -> bool:
 def _kind(path: Path) -> Kind:
     """What a file is. Raises `ForeignError` if it is nothing that is known."""
     head = _opened(path, _head)
+    if not head:
+        raise ForeignError(f"{path} is empty, so nothing can be explained; name {_known()}")
     pickled = head.startswith(_PICKLE)
     before, after = (rb"(?:\x8c.|X.\0\0\0)", rb"") if pickled else (rb'"', rb'"\s*:')  # opcodes of a short text
     keys: list[tuple[int, Kind]] = []
