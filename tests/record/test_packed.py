@@ -74,7 +74,7 @@ def test_a_damaged_zip_and_a_zip_bomb_are_one_sentence(tmp_path, monkeypatch):
     path.write_bytes(zipped({"recording/x/spec.json": bytes(2 << 20)}))
     with pytest.raises(LookupError, match="exceed"):
         RunFolder.find(str(path))
-    monkeypatch.setattr(packed, "_MOST_BYTES", 10)
+    monkeypatch.setattr(packed, "_MOST_ZIP", 10)
     with pytest.raises(LookupError, match="larger than 10 bytes"):
         opened(str(path))
 
