@@ -21,11 +21,14 @@
 # In this lab you do. `check` runs your code on four CPU ranks, as an ordinary run with its own folder, and grades what
 # the ranks did:
 #
-# - **losses**: in every step and on every rank as on a single device, within 1e-5
-# - **bytes sent** per rank and step, and how often
-# - **memory**: what exists between two steps, and at the peak of forward and backward
+# - **results**: losses, gradients and final parameters as on a single device. The inputs are new in each check,
+#   and each rank has its own samples only
+# - **bytes sent** per rank and step, how often, and what: zeros are not communication
+# - **computation**: each rank computes its own samples, no more and no less
+# - **memory**: what exists between two steps, and at the peak of forward and backward, in tensors and in the process
 # - **overlap**: the order in which communication starts, matrix products run, and your code waits
-# - **no finished API**: the functions of `torch.distributed` are yours; `DistributedDataParallel` and the like are not
+# - **no finished API**: the functions of `torch.distributed` are yours; `DistributedDataParallel` and the like are not,
+#   nor are files, threads, other processes, or NumPy for what torch should compute
 #
 # If a criterion is not met, the answer names it, the rank, the step, what was expected and what was measured. If your
 # code hangs, it says which rank waits in which call.

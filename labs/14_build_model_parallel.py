@@ -19,9 +19,9 @@
 # **Which bytes must cross between ranks if they split one layer, the layers, or the sequence? Can you write a version
 # that sends no byte more?**
 #
-# As in [lab 13](13_build_ddp_and_zero.py), `check` runs your code on real CPU ranks and grades what they did: losses as
-# on a single device within 1e-5, bytes sent, matrix products per rank, neighbours, the order of a schedule, memory, and
-# no call of a finished implementation. Whatever fails is named with its rank and step.
+# As in [lab 13](13_build_ddp_and_zero.py), `check` runs your code on real CPU ranks and grades what they did: results
+# as on a single device, bytes sent, operations per rank, neighbours, the order of a schedule, memory, and no call of a
+# finished implementation. Whatever fails is named with its rank and step.
 #
 # The cells of this lab compute for about 1 minute on two cores, and each check for 5 to 15 seconds.
 

@@ -27,6 +27,7 @@ COMMANDS = {
         pages.explain,
         runs.gather,
         pages.glossary,
+        project.grade,
         pages.handout,
         project.lab,
         runs.logs,

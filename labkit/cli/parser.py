@@ -115,6 +115,7 @@ _KEEP = Number(int, 0, 1_000_000)
 _PORT = Number(int, 1, 65_535)
 _RANK = Number(int, 0, 65_535)
 _CALIBRATED = Number(int, 2, 65_536)
+_TIMEOUT = Number(float, 5.0, 3600.0)
 _MINUTES = Number(int, 1, 1440)
 _ROWS = Number(int, 1, 1_000_000)
 
@@ -282,6 +283,23 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     )
     clean.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     commands.add("progress", "show your exercises (open, tried or done) and the error of your predictions", json=True)
+    grade = commands.add("grade", "judge a folder of submissions to labs 13 and 14, each in a sandbox, and write a CSV")
+    grade.add_argument("folder", metavar="FOLDER", help="notebooks (.ipynb) and Python files with calls of check(…)")
+    grade.add_argument(
+        "--exercise",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an exercise such as build_data_parallel.naive; may be repeated (default: all that a file answers)",
+    )
+    grade.add_argument("-o", "--output", metavar="FILE.csv", help="output file (default: FOLDER.csv)")
+    grade.add_argument(
+        "--timeout",
+        type=_number("--timeout", _TIMEOUT),
+        default=120.0,
+        metavar="S",
+        help="seconds after which the ranks of one answer are killed (default: 120)",
+    )
     glossary = commands.add("glossary", "define a term of distributed training, or list all terms", json=True)
     glossary.add_argument(
         "term", metavar="TERM", nargs="*", help="for example: reduce-scatter (default: list all terms)"
@@ -441,7 +459,20 @@ _EXTRAS = {
     "bench": _DEVELOPMENT,
 } | dict.fromkeys(
     (
-        *("advise", "atlas", "capture", "clean", "diff", "explain", "gather", "glossary", "logs", "progress", "replay"),
+        *(
+            "advise",
+            "atlas",
+            "capture",
+            "clean",
+            "diff",
+            "explain",
+            "gather",
+            "glossary",
+            "grade",
+            "logs",
+            "progress",
+            "replay",
+        ),
         *("runs", "schema", "script", "show", "stop", "trace", "unpack"),
     ),
     (TEXT_ONLY,),

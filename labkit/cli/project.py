@@ -209,6 +209,31 @@ def progress(args: argparse.Namespace) -> int:
     return 0
 
 
+def grade(args: argparse.Namespace) -> int:
+    """Judges a folder of submissions and writes a CSV."""
+    from labkit.course.build import grade as graded
+    from labkit.course.build.sandbox import Limits, isolation
+
+    folder = Path(args.folder)
+    if not folder.is_dir():
+        raise Refused(f"{folder} is not a folder")
+    output = Path(args.output) if args.output else folder.with_suffix(".csv")
+    say(isolation())
+    try:
+        rows = graded.grade(
+            folder,
+            args.exercise,
+            Limits(seconds=args.timeout, cpu_seconds=max(1, round(args.timeout))),
+            lambda row: say(visible_line(f"{row.verdict:8} {row.name}  {row.exercise}: {row.message}")),
+        )
+    except LookupError as error:
+        raise Refused(error.args[0]) from None
+    graded.write(rows, output)
+    right = sum(row.verdict == "right" for row in rows)
+    say(f"{right} of {len(rows)} answers are right; the figures are in {output}")
+    return 0
+
+
 def claims(args: argparse.Namespace) -> int:
     """Tests claims and prints the verdicts."""
     from labkit.course.claims import on_trial

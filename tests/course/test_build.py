@@ -6,12 +6,12 @@ import importlib
 from dataclasses import replace
 
 import pytest
-from answers import build_data_parallel
+from answers import build_data_parallel, cheats, variants
 from conftest import processes_of
 
 from labkit import Run, check
 from labkit.course.build import criteria
-from labkit.course.build.criteria import source_of
+from labkit.course.build.criteria import Answer, source_of
 from labkit.course.build.record import Record
 from labkit.course.exercises import Wrong
 
@@ -52,9 +52,9 @@ def test_the_first_cause_is_named(found, words):
     ],
 )
 def test_a_loss_is_compared_on_every_rank_and_in_every_step(got, words):
-    criteria.losses([a_record(0), a_record(1)])
+    criteria.results([a_record(0), a_record(1)])
     with pytest.raises(Wrong, match=words):
-        criteria.losses([a_record(0), replace(a_record(1), losses=got)])
+        criteria.results([a_record(0), replace(a_record(1), losses=got)])
 
 
 FACTOR, LOST = 2.0, object()
@@ -99,3 +99,40 @@ def test_the_source_of_an_answer_has_everything_that_it_uses():
     assert names["four_times"](1.5) == 12.0
     with pytest.raises(Wrong, match="uses LOST, a object of the notebook; create it inside the answer"):
         source_of(loses)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("exercise", "name", "text", "words"),
+    [*cheats.SIX, *cheats.MORE],
+    ids=[
+        label for *_, text, _ in (*cheats.SIX, *cheats.MORE) for label, value in vars(cheats).items() if value is text
+    ],
+)
+def test_a_cheat_is_rejected_with_what_was_measured(exercise, name, text, words):
+    verdict = check(f"{topic_of(exercise)}.{exercise}", Answer(name, cheats.HEAD + text))
+    assert verdict.state == "wrong" and words in verdict.words, verdict.words
+
+
+def topic_of(exercise):
+    return "build_data_parallel" if exercise in build_data_parallel.RIGHT else "build_model_parallel"
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("exercise", "answer"), variants.RIGHT, ids=[f"{name}-{index}" for index, (name, _) in enumerate(variants.RIGHT)]
+)
+def test_another_right_answer_is_right(exercise, answer):
+    verdict = check(f"{topic_of(exercise)}.{exercise}", answer)
+    assert verdict.state == "right", verdict.words
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("exercise", "answer", "words"),
+    variants.MISTAKES,
+    ids=[f"{name}-{index}" for index, (name, *_) in enumerate(variants.MISTAKES)],
+)
+def test_an_honest_mistake_is_named(exercise, answer, words):
+    verdict = check(f"{topic_of(exercise)}.{exercise}", answer)
+    assert verdict.state == "wrong" and words in verdict.words, verdict.words

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 
@@ -34,8 +35,9 @@ def forks():
 
 @pytest.fixture
 def forked_ranks(forks, monkeypatch):
-    """Answers run on forked ranks instead of a run of their own."""
+    """Answers run on forked ranks instead of a run of their own, and one examiner draws and judges for all of them."""
     monkeypatch.setattr(criteria, "launch", forks.launch)
+    monkeypatch.setattr(criteria, "examiner", lambda: nullcontext(forks.examiner))
 
 
 class Forks:
@@ -44,6 +46,11 @@ class Forks:
     @cached_property
     def _process(self) -> subprocess.Popen:
         return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    @cached_property
+    def examiner(self) -> criteria.Examiner:
+        """The examiner of all answers; it starts with the first one."""
+        return criteria.Examiner().__enter__()
 
     def launch(self, text: str, nproc: int, folder: Path, limit: float = LIMIT) -> None:
         """Runs a script on `nproc` ranks; all of them have ended when it returns, killed after `limit` seconds."""
@@ -58,15 +65,17 @@ class Forks:
         if "_process" in vars(self):
             self._process.stdin.close()
             self._process.wait(10)
+        if "examiner" in vars(self):
+            self.examiner.__exit__()
 
 
 def _serve() -> None:
-    from labkit.course.build.ranks.entry import graded
+    from labkit.course.build.ranks.entry import run_answer
 
     gc.freeze()  # a collection in a rank does not copy the pages of what is imported
     for line in sys.stdin:
         job = json.loads(line)
-        graded.__defaults__ = (job["patience"],)
+        run_answer.__defaults__ = (job["patience"],)
         pids = [_fork(job, rank) for rank in range(job["nproc"])]
         _wait(pids, job["limit"])
         print(flush=True)
@@ -89,7 +98,8 @@ def _fork(job: dict, rank: int) -> int:
         os.dup2(errors, 1)
         os.dup2(errors, 2)
         text = Path(job["script"]).read_text(encoding="utf-8")
-        exec(compile(text, job["script"], "exec", dont_inherit=True), {"__name__": "__main__"})
+        names = {"__name__": "__main__", "__file__": job["script"]}
+        exec(compile(text, job["script"], "exec", dont_inherit=True), names)
         code = 0
     except SystemExit as stop:
         code = stop.code
@@ -98,7 +108,7 @@ def _fork(job: dict, rank: int) -> int:
 
         traceback.print_exc()
     finally:
-        os._exit(code)
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def _wait(pids: list[int], limit: float) -> None:

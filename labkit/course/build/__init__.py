@@ -3,8 +3,14 @@
 ============== =====================================================================================================
 `criteria`     takes the answer's source, runs it on CPU ranks as an ordinary run, and judges what each rank recorded;
                each criterion names itself, the rank, the step, what was expected and what it got
-`record`       what a rank records: losses, calls in order with their bytes, memory
-`ranks/`       what runs inside the ranks, the only part that loads torch: the recorder and one trial per exercise
+`record`       what a rank records: losses, calls in order with their bytes, operations, memory
+`ranks/`       what runs inside the ranks and the examiner, the only part that loads torch
+`sandbox`      runs the ranks of a submitted answer with limits, instead of as an ordinary run
+`grade`        judges a folder of submissions and writes a CSV
 `solutions/`   the reference solutions, which the tests run and the teacher's handouts show
 ============== =====================================================================================================
+
+The judge trusts no value that an answer could make up. The examiner, a process of its own, draws inputs and parameters
+for each check, gives each rank only what it may know, and compares losses, gradients, parameters and outputs with those
+of a single device. What an answer sends, computes and stores has a lower and an upper bound.
 """

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import dis
 import inspect
+import json
 import linecache
+import math
+import os
+import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import labkit
 from labkit.common.arguments import shown
 from labkit.common.units import size
-from labkit.course.build.record import BACKWARD, COMPUTE, FORWARD, OUTSIDE, WAIT, Record
+from labkit.course.build.record import BACKWARD, COMPUTE, FORWARD, OUTSIDE, STORE, WAIT, Record
 from labkit.course.exercises import Wrong
 from labkit.course.pictures.pipeline import order
 from labkit.launch.job import LaunchError
@@ -121,14 +129,16 @@ def solution(module: str, *names: str) -> str:
     nodes = ast.parse(text).body
     chosen = [node for node in nodes if getattr(node, "name", None) in names]
     used = {part.id for node in chosen for part in ast.walk(node) if isinstance(part, ast.Name)}
-    before = [node for node in nodes if _bound(node) & used]
+    before = [node for node in nodes if bound(node) & used and getattr(node, "name", None) not in names]
     pieces = ["\n".join(ast.unparse(node) for node in before)]
     pieces += [ast.get_source_segment(text, node) or "" for node in chosen]
     return "```python\n" + "\n\n\n".join(filter(None, pieces)) + "\n```"
 
 
-def _bound(node: ast.AST) -> set[str]:
-    """The names that an import or an assignment defines."""
+def bound(node: ast.AST) -> set[str]:
+    """The names that an import, an assignment or a definition defines."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     targets = node.targets if isinstance(node, ast.Assign) else ()
@@ -141,22 +151,31 @@ def _bound(node: ast.AST) -> set[str]:
 _LIMIT = 180.0  # seconds after which a run is stopped
 _SCRIPT = """\
 # An answer on {nproc} ranks: torchrun --standalone --nproc-per-node={nproc} train.py FOLDER
+# The first two lines read this file, and run what follows with the inputs that the examiner draws into FOLDER.
 import sys
 
-from labkit.course.build.ranks.entry import graded
+from labkit.course.build.ranks.entry import run_answer
 
+run_answer(__file__, "{module}", "{trial}", "{answer}", sys.argv[1])
+sys.exit()
 # ---- the answer
 {source}
-
-# ---- runs it, and writes what each rank recorded to FOLDER
-if __name__ == "__main__":
-    graded("{module}", "{trial}", {answer}, sys.argv[1])
 """
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The text of an answer, and the name in it of the function or class that is judged."""
+
+    name: str
+    text: str
 
 
 def check_class(answer: Any, what: str, parameters: Sequence[str]) -> None:
     """Raises `Wrong` unless the answer is a class whose objects are created with these parameters; `what` completes
     "the answer must be a class …"."""
+    if isinstance(answer, Answer):
+        return  # the ranks find out
     if not isinstance(answer, type):
         raise Wrong(f"the answer must be a class {what}, got {shown(answer)}")
     _check_parameters(answer, parameters)
@@ -164,6 +183,8 @@ def check_class(answer: Any, what: str, parameters: Sequence[str]) -> None:
 
 def check_function(answer: Any, parameters: Sequence[str]) -> None:
     """Raises `Wrong` unless the answer is a function that takes these parameters."""
+    if isinstance(answer, Answer):
+        return
     if not inspect.isfunction(answer):
         raise Wrong(f"the answer must be a function of ({', '.join(parameters)}), got {shown(answer)}")
     _check_parameters(answer, parameters)
@@ -178,15 +199,83 @@ def _check_parameters(answer: Any, parameters: Sequence[str]) -> None:
 
 def script_of(module: str, trial: str, answer: Any, nproc: int) -> str:
     """The script that every rank runs. Raises `Wrong` if the source of the answer cannot be found."""
-    return _SCRIPT.format(nproc=nproc, source=source_of(answer), module=module, trial=trial, answer=answer.__name__)
+    written = answer if isinstance(answer, Answer) else Answer(answer.__name__, source_of(answer))
+    return _SCRIPT.format(nproc=nproc, source=written.text, module=module, trial=trial, answer=written.name)
 
 
 def records_of(module: str, trial: str, answer: Any, nproc: int) -> list[Record | None]:
-    """What each rank recorded; None for a rank that wrote nothing. All processes have ended when it returns."""
+    """What each rank recorded, and what was expected of it; None for a rank that wrote nothing. All processes have
+    ended when it returns."""
     text = script_of(module, trial, answer, nproc)
-    with tempfile.TemporaryDirectory(prefix="labkit-answer-") as folder:
-        launch(text, nproc, Path(folder))
-        return [Record.read(Path(folder), rank) for rank in range(nproc)]
+    with tempfile.TemporaryDirectory(prefix="labkit-answer-") as folder, examiner() as examined:
+        examined.draw(module, trial, nproc, Path(folder))
+        (_LAUNCH.get() or launch)(text, nproc, Path(folder))
+        records = examined.records()
+        _SEEN.get()([record for record in records if record is not None])
+        return records
+
+
+_LAUNCH: ContextVar[Callable[[str, int, Path], None] | None] = ContextVar("_LAUNCH", default=None)
+_SEEN: ContextVar[Callable[[list[Record]], Any]] = ContextVar("_SEEN", default=lambda records: None)
+
+
+@contextlib.contextmanager
+def launched_by(launcher: Callable[[str, int, Path], None], seen: Callable[[list[Record]], Any]) -> Iterator[None]:
+    """Inside, `launcher` runs the ranks of answers instead of `launch`, and `seen` gets what they recorded."""
+    launching, seeing = _LAUNCH.set(launcher), _SEEN.set(seen)
+    try:
+        yield
+    finally:
+        _LAUNCH.reset(launching)
+        _SEEN.reset(seeing)
+
+
+class Examiner:
+    """The process that draws the inputs, computes what is expected, and compares: see `ranks/examiner.py`."""
+
+    def __enter__(self) -> Examiner:
+        argv = [sys.executable, "-m", "labkit.course.build.ranks.examiner"]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(labkit.__file__).parents[1]), *_PATHS])}
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True
+        )
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+
+    def draw(self, module: str, trial: str, ranks: int, folder: Path) -> None:
+        """Begins to draw; the ranks wait for their inputs."""
+        self._say({"draw": {"module": module, "trial": trial, "ranks": ranks, "folder": str(folder)}})
+
+    def records(self) -> list[Record | None]:
+        """The record of each rank, after all of them have ended."""
+        self._say({"judge": True})
+        replies = [self._reply() for _ in ("drawn", "judged")]
+        return [None if fields is None else Record.of(fields) for fields in json.loads(replies[-1])]
+
+    def _say(self, request: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+
+    def _reply(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise Wrong("the examiner has ended: this machine cannot judge the exercise, whatever the answer")
+        return line
+
+
+_PATHS = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+
+
+def examiner() -> contextlib.AbstractContextManager[Examiner]:
+    """A new process that examines one answer."""
+    return Examiner()
 
 
 def launch(text: str, nproc: int, folder: Path) -> None:
@@ -205,18 +294,26 @@ def launch(text: str, nproc: int, folder: Path) -> None:
 
 TOLERANCE = 1e-5  # of a loss or gradient, against the reference on a single device; relative if that is larger than 1
 SLACK = 0.02  # of a number of bytes: padding, and numbers that are not part of the exercise
+RESULT = 2e-3  # relative difference of a final parameter, gradient or output; float32 rounds in another order
+NORM = 0.01  # relative difference of the norm of what is reduced
+_STORED = 4096  # bytes of keys and values: creating a group takes some hundred
 
 Bytes = Callable[[Record], float]
 
 
 def ended(records: Sequence[Record | None]) -> list[Record]:
-    """The records, if every rank ran to its end and called no finished implementation."""
+    """The records, if every rank ran to its end, called no finished implementation and kept to the rules."""
     known = [value for value in records if value is not None]
     for record in known:
         if record.finished_api:
             raise Wrong(
                 f"no finished API: rank {record.rank} calls {record.finished_api}; write it yourself with the functions"
                 " of torch.distributed"
+            )
+        if record.forbidden:
+            raise Wrong(
+                f"rules: the answer on rank {record.rank} {record.forbidden}; compute with tensors, and communicate"
+                " with the functions of torch.distributed"
             )
     failed = [record for record in known if record.error and not record.stuck]
     if failed:
@@ -230,11 +327,24 @@ def ended(records: Sequence[Record | None]) -> list[Record]:
     missing = [rank for rank, record in enumerate(records) if record is None]
     if missing:
         raise Wrong(f"the answer must run: rank {missing[0]} ended without a result; see Run.attach('last').logs")
+    _stores(known)
     return known
 
 
-def losses(records: Sequence[Record]) -> None:
-    """Every rank has the losses of the reference on a single device."""
+def _stores(records: Sequence[Record]) -> None:
+    """No rank moves data through a store: it is for rendezvous, and its server is one process."""
+    for record in records:
+        moved = record.stored()
+        if moved > _STORED:
+            raise Wrong(
+                f"store: rank {record.rank} moves {size(moved)} through a store such as TCPStore, expected at most"
+                f" {size(_STORED)}; send tensors with collectives, or with send and recv"
+            )
+
+
+def results(records: Sequence[Record]) -> None:
+    """Every rank has the losses of a single device, and ends with its parameters, gradients and outputs."""
+    hint = next((f"; {record.hint}" for record in records if record.hint), "")
     for record in records:
         if len(record.losses) != len(record.expected):
             raise Wrong(f"losses: rank {record.rank} has {len(record.losses)} losses, expected {len(record.expected)}")
@@ -242,14 +352,23 @@ def losses(records: Sequence[Record]) -> None:
         for record in records:
             expected, got = record.expected[step], record.losses[step]
             if not abs(got - expected) <= TOLERANCE * max(1.0, abs(expected)):
+                before = "the steps before are right" if step else "this is before the first update"
                 raise Wrong(
                     f"losses: in step {step}, rank {record.rank} has {got:.6f}, expected {expected:.6f} as on a single"
-                    f" device; {'the steps before are right' if step else 'this is before the first update'}"
+                    f" device; {before}{hint}"
+                )
+    for record in records:
+        for name, difference in record.differences.items():
+            if not difference <= RESULT:
+                raise Wrong(
+                    f"results: rank {record.rank} has a {name} that differs by {difference:.2g} (relative) from that of"
+                    f" a single device, expected at most {RESULT:g}{hint}"
                 )
 
 
 def sent_per_step(records: Sequence[Record], expected: Bytes, why: str) -> None:
-    """Every rank sends `expected(record)` bytes in each step; `why` says what that number consists of."""
+    """Every rank sends `expected(record)` bytes in each step, which are not zeros; `why` says what that number consists
+    of."""
     for record in records:
         for step in record.steps():
             wanted, got = expected(record), record.sent(step)
@@ -257,6 +376,35 @@ def sent_per_step(records: Sequence[Record], expected: Bytes, why: str) -> None:
                 raise Wrong(
                     f"bytes sent: in step {step}, rank {record.rank} sends {size(got)}, expected {size(wanted)} ({why})"
                     f"; it calls {calls_in_words(record, step)}"
+                )
+            _no_zeros(record, step)
+
+
+def _no_zeros(record: Record, step: int) -> None:
+    """At most half of the bytes that a rank sends in a step belong to zeros."""
+    zeros, got = sum(event.zeros for event in record.of_step(step)), record.sent(step)
+    if zeros > got / 2:
+        raise Wrong(
+            f"content: in step {step}, {size(zeros)} of the {size(got)} that rank {record.rank} sends are zeros; send"
+            " what the other ranks need"
+        )
+
+
+def reduced(records: Sequence[Record]) -> None:
+    """What a rank contributes to sums over the ranks in a step are the gradients of its own samples, whole or divided
+    by the number of ranks: their norm is the one of a single device. Sends and receives are not compared."""
+    for record in records:
+        for step in record.steps():
+            events = [event for event in record.of_step(step) if event.op in ("all_reduce", "reduce_scatter", "reduce")]
+            if sum(event.sent for event in events) < record.sent(step) / 4:
+                continue
+            expected = math.sqrt(record.figures["squares"][step])
+            squares = sum(event.squares for event in events)
+            got = math.sqrt(squares) if squares >= 0 else math.nan
+            if not any(abs(got - expected / by) <= NORM * expected / by for by in (1, len(records))):
+                raise Wrong(
+                    f"content: in step {step}, rank {record.rank} contributes tensors of norm {got:.4g} to the sums"
+                    f" over the ranks, expected {expected:.4g}, the norm of the gradients of its own samples"
                 )
 
 
@@ -274,9 +422,10 @@ def memory(records: Sequence[Record], moment: str, most: Bytes, why: str) -> Non
                 )
 
 
-def overlap(records: Sequence[Record], fraction: float) -> None:
+def overlap(records: Sequence[Record], fraction: float) -> float:
     """At least this fraction of a step's bytes is sent by calls that start before the last matrix product of backward,
-    and that are not waited for before it."""
+    and that are not waited for before it. Returns the smallest fraction."""
+    least = 1.0
     for record in records:
         for step in record.steps():
             ends = max(
@@ -300,6 +449,8 @@ def overlap(records: Sequence[Record], fraction: float) -> None:
                     f"overlap: in step {step}, rank {record.rank} sends {early / record.sent(step):.0%} of its bytes by"
                     f" calls that start before backward ends, expected at least {fraction:.0%}"
                 )
+            least = min(least, early / record.sent(step))
+    return least
 
 
 def calls_in_words(record: Record, step: int) -> str:
@@ -308,44 +459,60 @@ def calls_in_words(record: Record, step: int) -> str:
     return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)) or "nothing"
 
 
-def sent_at_most(records: Sequence[Record], most: Bytes, why: str) -> None:
-    """No rank sends more than `most(record)` bytes in a step; `why` says what that number consists of."""
+def sent_between(records: Sequence[Record], least: Bytes, most: Bytes, why: str) -> None:
+    """Every rank sends `least` to `most(record)` bytes in each step, not zeros in the first; `why` says what the larger
+    number consists of."""
     for record in records:
         for step in record.steps():
-            if record.sent(step) > (1 + SLACK) * most(record):
+            got, low, high = record.sent(step), least(record), most(record)
+            if not (1 - SLACK) * low <= got <= (1 + SLACK) * high:
+                bound = f"at least {size(low)}" if got < low else f"at most {size(high)} ({why})"
                 raise Wrong(
-                    f"bytes sent: in step {step}, rank {record.rank} sends {size(record.sent(step))}, expected at most"
-                    f" {size(most(record))} ({why}); it calls {calls_in_words(record, step)}"
+                    f"bytes sent: in step {step}, rank {record.rank} sends {size(got)}, expected {bound}; it calls"
+                    f" {calls_in_words(record, step)}"
+                )
+        _no_zeros(record, 0)
+
+
+def process(records: Sequence[Record], moment: str, most: Bytes, why: str) -> None:
+    """At a moment, the resident set of no process has grown more than `most(record)` bytes beyond its tensors."""
+    for record in records:
+        for grown in record.process.get(moment, ()):
+            if grown > most(record):
+                raise Wrong(
+                    f"memory: {moment}, the process of rank {record.rank} has grown by {size(grown)} beyond its"
+                    f" tensors, expected at most {size(most(record))} ({why}); arrays of NumPy and byte strings count"
                 )
 
 
-def gradients(records: Sequence[Record]) -> None:
-    """The gradients of an answer's arguments are those of a single device: `figures["gradients"]` has, by step, the
-    largest difference by name."""
-    for record in records:
-        for step, differences in enumerate(record.figures["gradients"]):
-            for name, difference in differences.items():
-                if not difference <= TOLERANCE:
-                    raise Wrong(
-                        f"gradients: in step {step}, rank {record.rank} has a gradient of {name} that differs by"
-                        f" {difference:.2g} from that of a single device, expected at most {TOLERANCE:g}"
-                    )
-
-
-def flops(record: Record, step: int, *phases: str) -> int:
-    """The operations of all matrix products of a rank in some phases of a step."""
-    return sum(event.flops for event in record.of_step(step, *phases))
-
-
-def computed(records: Sequence[Record], phases: Sequence[str], most: Bytes, why: str) -> None:
-    """In these phases of a step, the matrix products of a rank take at most `most(record)` operations."""
+def computed(
+    records: Sequence[Record], phases: Sequence[str], least: Bytes, most: Bytes, why: str, others: float = 1.0
+) -> None:
+    """In these phases of a step, the matrix products of a rank take `least` to `most(record)` operations, and all other
+    operators at most `others` times as many as these compute elements."""
+    named = " and ".join(phases)
     for record in records:
         for step in record.steps():
-            made, expected = flops(record, step, *phases), most(record)
-            if made > (1 + SLACK) * expected:
+            made, low, high = record.flops(step, *phases), least(record), most(record)
+            if not low * (1 - SLACK) <= made <= high * (1 + SLACK):
+                bound = f"at least {low:,.0f}" if made < low else f"at most {high:,.0f}"
                 raise Wrong(
-                    f"computation: in {' and '.join(phases)} of step {step}, the matrix products of rank {record.rank}"
-                    f" take {made:,} operations, expected at most {expected:,.0f} ({why})"
+                    f"computation: in {named} of step {step}, the matrix products of rank {record.rank} take {made:,}"
+                    f" operations, expected {bound} ({why})"
+                )
+    elements(records, phases, most, why, others)
+
+
+def elements(records: Sequence[Record], phases: Sequence[str], of: Bytes, why: str, times: float) -> None:
+    """In these phases of a step, all operators but matrix products compute at most `times` × `of(record)` elements."""
+    named = " and ".join(phases)
+    for record in records:
+        for step in record.steps():
+            made, high = record.operations(step, *phases) - record.flops(step, *phases), times * of(record)
+            if made > high:
+                raise Wrong(
+                    f"computation: in {named} of step {step}, rank {record.rank} computes {made:,} elements outside of"
+                    f" matrix products, expected at most {high:,.0f} ({why})"
                 )
 
 
@@ -358,7 +525,7 @@ def neighbours(records: Sequence[Record], ring: bool) -> None:
         beside = {rank - 1, rank + 1}
         peers = {"send": {(rank + 1) % n}, "recv": {(rank - 1) % n}} if ring else {"send": beside, "recv": beside}
         for event in record.events:
-            if event.step == OUTSIDE or event.op in (COMPUTE, WAIT, FORWARD, BACKWARD):
+            if event.step == OUTSIDE or event.op in (COMPUTE, WAIT, STORE, FORWARD, BACKWARD):
                 continue
             if event.op not in peers:
                 raise Wrong(
@@ -384,8 +551,8 @@ def one_f_one_b(records: Sequence[Record]) -> None:
             got = schedule(record, step)
             if got != expected:
                 raise Wrong(
-                    f"order: in step {step}, rank {rank} of {n} computes {' '.join(got)} with {_live(got)} live"
-                    f" activations, expected {' '.join(expected)} with {_live(expected)}"
+                    f"order: in step {step}, rank {rank} of {n} computes {' '.join(got)} with {live(got)} live"
+                    f" activations, expected {' '.join(expected)} with {live(expected)}"
                 )
 
 
@@ -394,6 +561,6 @@ def schedule(record: Record, step: int) -> list[str]:
     return [f"{event.op}{event.of}" for event in record.of_step(step) if event.op in (FORWARD, BACKWARD)]
 
 
-def _live(order: Sequence[str]) -> int:
+def live(order: Sequence[str]) -> int:
     """The largest number of micro-batches between forward and backward."""
     return max(accumulate((1 if action.startswith(FORWARD) else -1 for action in order), initial=0))

@@ -1,15 +1,13 @@
-"""What one rank records while it runs an answer; the ranks write it as JSON, and the notebook reads it."""
+"""What one rank records while it runs an answer. The ranks write it as signed JSON; the examiner checks the signature
+and adds how far the results are from those of a single device."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from labkit.common.files import write_atomically
-
 COMPUTE, WAIT = "compute", "wait"  # events that are no communication: a matrix product, and the wait for a call
+STORE = "store"  # a key or value that passes a store, such as TCPStore
 OUTSIDE = -1  # the step of what belongs to no step, or is the trial's own
 FORWARD, BACKWARD = "F", "B"  # events of a pipeline: a micro-batch passes a stage
 START, END = "start", "end"  # the phases before the first and after the last step
@@ -17,13 +15,17 @@ START, END = "start", "end"  # the phases before the first and after the last st
 
 @dataclass
 class Event:
-    """One call. `sent` is what a rank sends in it, in bytes, with a ring algorithm. `of` is the index of the call that
-    a wait is for, `peer` the other rank of a send or receive, `flops` the operations of a matrix product."""
+    """One call. `sent` is what a rank sends in it, in bytes, with a ring algorithm, `zeros` how many of these bytes
+    belong to elements that are zero, and `squares` the sum of the squares of what a rank contributes to a sum. `of` is
+    the index of the call that a wait is for, `peer` the other rank of a send or receive, `flops` the operations of a
+    matrix product."""
 
     op: str
     step: int
     phase: str
     sent: float = 0.0
+    zeros: float = 0.0
+    squares: float = 0.0
     peer: int | None = None
     of: int | None = None
     flops: int = 0
@@ -31,9 +33,13 @@ class Event:
 
 @dataclass
 class Record:
-    """One rank. `losses` and `expected` are by step; `memory` holds bytes by moment, once per step that has this
-    moment, and `figures` what else a trial measures. `error` and `stuck` say where it stopped, `finished_api` which
-    function that is not allowed was called.
+    """One rank. `losses` are by step; `elements` has, by step and phase, the elements that all operators but matrix
+    products compute. `memory` holds bytes by moment, once per step that has this moment, of torch's tensors, and
+    `process` what the resident set of the process has grown beyond these. `figures` are what else a trial measures.
+
+    `error` and `stuck` say where it stopped, `finished_api` which function that is not allowed was called, and
+    `forbidden` what else an answer did that it must not do. The examiner adds `expected` (losses), `differences` of the
+    results by name, relative to the size of the result, and a `hint`.
     """
 
     rank: int
@@ -41,24 +47,26 @@ class Record:
     losses: list[float] = field(default_factory=list)
     expected: list[float] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    elements: dict[str, int] = field(default_factory=dict)
     memory: dict[str, list[float]] = field(default_factory=dict)
+    process: dict[str, list[float]] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
     error: str = ""
     stuck: str = ""
     finished_api: str = ""
+    forbidden: str = ""
+    differences: dict[str, float] = field(default_factory=dict)
+    hint: str = ""
 
-    def write(self, folder: Path) -> None:
-        """Writes the record of this rank, whole or not at all."""
-        write_atomically(folder / f"rank{self.rank}.json", json.dumps(asdict(self)))
+    def to_json(self) -> dict[str, Any]:
+        """A dict of plain values."""
+        return asdict(self)
 
     @classmethod
-    def read(cls, folder: Path, rank: int) -> Record | None:
-        """The record of a rank; None if it wrote none."""
-        try:
-            found = json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        return cls(**found | {"events": [Event(**fields) for fields in found["events"]]})
+    def of(cls, fields: dict[str, Any]) -> Record:
+        """The record of a dict that `to_json` made."""
+        return cls(**fields | {"events": [Event(**event) for event in fields["events"]]})
 
     def steps(self) -> range:
         """The steps that the trial made."""
@@ -71,3 +79,15 @@ class Record:
     def sent(self, step: int, *phases: str) -> float:
         """Bytes that this rank sends in a step."""
         return sum(event.sent for event in self.of_step(step, *phases))
+
+    def stored(self) -> float:
+        """Bytes of keys and values that pass a store, in all steps and outside of them."""
+        return sum(event.sent for event in self.events if event.op == STORE)
+
+    def flops(self, step: int, *phases: str) -> int:
+        """Operations of the matrix products of a step."""
+        return sum(event.flops for event in self.of_step(step, *phases))
+
+    def operations(self, step: int, *phases: str) -> int:
+        """Operations of the matrix products of some phases of a step, and the elements of all other operators."""
+        return self.flops(step, *phases) + sum(self.elements.get(f"{step} {phase}", 0) for phase in phases)

@@ -26,31 +26,52 @@ def _all_reduced(record: Record) -> float:
 _ALL_REDUCED = "2 (n − 1) / n of the gradients, once per step"
 
 
+def _trained(records: Sequence[Record]) -> list[Record]:
+    """The records of an answer that reduces gradients and trains as a single device does, on its own samples only."""
+    criteria.results(records)
+    criteria.sent_per_step(records, _all_reduced, _ALL_REDUCED)
+    criteria.reduced(records)
+    criteria.computed(records, _PHASES, _network, _network, "the network on the samples of this rank")
+    return list(records)
+
+
+_PHASES = ("accumulation", "forward", "backward", "finish")
+
+
+def _network(record: Record) -> float:
+    """Operations of forward and backward of a rank's samples; nobody needs the gradient of the network's input."""
+    return 3 * record.figures["product"] - record.figures["first"]
+
+
+def _sends(record: Record) -> str:
+    return f"a rank sends {size(record.sent(0))} per step, by {criteria.calls_in_words(record, 0)}"
+
+
+def _differs(records: Sequence[Record]) -> str:
+    worst = max(difference for record in records for difference in record.differences.values())
+    return f"parameters and gradients differ from those of one device by {worst:.1g} at most"
+
+
 def _naive(answer: Any) -> str:
     check_function(answer, ["model"])
-    records = criteria.ended(records_of("data_parallel", "naive", answer, _RANKS))
-    criteria.losses(records)
-    criteria.sent_per_step(records, _all_reduced, _ALL_REDUCED)
-    return f"the losses are those of one device; a rank sends {criteria.calls_in_words(records[0], 0)} per step"
+    records = _trained(criteria.ended(records_of("data_parallel", "naive", answer, _RANKS)))
+    return f"{_differs(records)}; {_sends(records[0])}"
 
 
 def _hooks(answer: Any) -> str:
     check_class(answer, "whose objects have finish()", ["model"])
-    records = criteria.ended(records_of("data_parallel", "hooks", answer, _RANKS))
-    criteria.losses(records)
-    criteria.sent_per_step(records, _all_reduced, _ALL_REDUCED)
-    criteria.overlap(records, 0.5)
-    return "the gradients of the last layers are sent while backward computes those of the first layers"
+    records = _trained(criteria.ended(records_of("data_parallel", "hooks", answer, _RANKS)))
+    early = criteria.overlap(records, 0.5)
+    return f"{early:.0%} of the bytes are sent while backward still computes; {_sends(records[0])}"
 
 
 def _buckets(answer: Any) -> str:
     check_class(answer, "whose objects have finish() and no_sync()", ["model", "bucket_bytes"])
-    records = criteria.ended(records_of("data_parallel", "buckets", answer, _RANKS))
-    criteria.losses(records)
-    criteria.sent_per_step(records, _all_reduced, f"{_ALL_REDUCED}, also with two micro-batches")
+    records = _trained(criteria.ended(records_of("data_parallel", "buckets", answer, _RANKS)))
     _calls(records)
-    criteria.overlap(records, 0.5)
-    return f"{criteria.calls_in_words(records[0], 0)} per step, and none for the first of two micro-batches"
+    early = criteria.overlap(records, 0.5)
+    accumulated = size(max(record.sent(step, "accumulation") for record in records for step in record.steps()))
+    return f"{_sends(records[0])}, {early:.0%} of them during backward, and {accumulated} in no_sync()"
 
 
 def _calls(records: Sequence[Record]) -> None:
@@ -79,22 +100,36 @@ def _zero(answer: Any) -> list[Record]:
     """The records of an answer to either stage, which shards the optimizer state and sends as much as DDP."""
     check_class(answer, "whose objects have step()", ["model", "make_optimizer"])
     records = criteria.ended(records_of("data_parallel", "zero", answer, _RANKS))
-    criteria.losses(records)
+    criteria.results(records)
     criteria.sent_per_step(
         records, lambda record: 2 * _unit(record), "a reduce-scatter of the gradients, an all-gather of the parameters"
     )
-    criteria.memory(
-        records,
-        "between two steps",
-        lambda record: record.figures["parameters"] + 3 * _shard(record),
-        "the parameters, and of a shard of them a copy and the two moments of Adam",
+    criteria.reduced(records)
+    criteria.computed(
+        records, ("forward", "backward", "update"), _network, _network, "the network on the samples of this rank"
     )
+    _stored(records, lambda record: record.figures["parameters"] + 3 * _shard(record), f"the parameters, and {_STATE}")
     return records
+
+
+_STATE = "of a shard of them a copy and the two moments of Adam"
+
+
+def _stored(records: Sequence[Record], tensors: criteria.Bytes, why: str) -> None:
+    """Between two steps, no rank has more tensors than `tensors(record)` bytes, nor hides others in its process."""
+    criteria.memory(records, "between two steps", tensors, why)
+    criteria.process(records, "between two steps", lambda record: 0.75 * record.figures["parameters"], "its own needs")
+
+
+def _has(records: Sequence[Record]) -> str:
+    tensors = max(record.memory["between two steps"][-1] for record in records)
+    grown = max(record.process["between two steps"][-1] for record in records)
+    return f"between two steps a rank has {size(tensors)} of tensors, and {size(max(grown, 0))} of other new memory"
 
 
 def _zero1(answer: Any) -> str:
     records = _zero(answer)
-    return f"between two steps every rank has {size(records[0].memory['between two steps'][-1])}; {_AS_DDP}"
+    return f"{_has(records)}; {_sends(records[0])}"
 
 
 def _zero2(answer: Any) -> str:
@@ -111,20 +146,26 @@ def _zero2(answer: Any) -> str:
         lambda record: _shard(record) + 2 * record.figures["largest"],
         "more than before it: a shard of the gradients, and two whole gradients",
     )
-    return f"backward leaves {size(records[0].memory['after backward'][-1])} more than before it; {_AS_DDP}"
-
-
-_AS_DDP = "it sends no more than DDP does"
+    left = max(count for record in records for count in record.memory["after backward"])
+    return f"backward leaves {size(left)} more than before it; {_has(records)}; {_sends(records[0])}"
 
 
 def _fsdp(answer: Any) -> str:
     check_class(answer, "of modules", ["layer"])
     records = criteria.ended(records_of("data_parallel", "fsdp", answer, _RANKS))
-    criteria.losses(records)
+    criteria.results(records)
     criteria.sent_per_step(records, lambda record: 3 * _unit(record), "two all-gathers and a reduce-scatter")
+    criteria.reduced(records)
+    criteria.computed(
+        records,
+        ("forward", "backward"),
+        _network,
+        lambda record: 4 * record.figures["product"],
+        "forward, and backward with another forward, on the samples of this rank",
+    )
     shards = "a shard of the parameters and the two moments of Adam"
     criteria.memory(records, "after the construction", _shard, "a shard of the parameters")
-    criteria.memory(records, "between two steps", lambda record: 3 * _shard(record), shards)
+    _stored(records, lambda record: 3 * _shard(record), shards)
     for moment, units, gradients in (
         ("at the peak of forward", 2, 0),
         ("after forward", 0, 0),
@@ -138,7 +179,7 @@ def _fsdp(answer: Any) -> str:
             ),
             f"more than before the step: the activations, {units} units{' and the gradients of a shard' * gradients}",
         )
-    return f"between two steps every rank has {size(records[0].memory['between two steps'][-1])}; a step costs 3 U"
+    return f"{_has(records)}; {_sends(records[0])}"
 
 
 EXERCISES = {

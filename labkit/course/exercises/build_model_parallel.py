@@ -6,10 +6,12 @@ Every answer runs on four CPU ranks, the first pipeline on two. The solutions fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from labkit.common.units import size
 from labkit.course.build import criteria
-from labkit.course.build.criteria import check_class, check_function, records_of, solution
+from labkit.course.build.criteria import Bytes, check_class, check_function, records_of, solution
 from labkit.course.build.record import Record
 from labkit.course.exercises import Exercise
 
@@ -22,11 +24,11 @@ def _messages(record: Record) -> float:
     return 2 * 2 * (_RANKS - 1) / _RANKS * record.figures["message"]
 
 
-def _mlp(answer: Any, trial: str, why: str, bias: float) -> list[Record]:
-    """The records of an MLP; `bias` is the number of all-reduces of the replicated bias per step."""
+def _mlp(answer: Any, trial: str, why: str, bias: float) -> str:
+    """What an MLP does, in words; `bias` is the number of all-reduces of the replicated bias per step."""
     check_class(answer, "of modules", _MLP)
     records = criteria.ended(records_of("tensor", trial, answer, _RANKS))
-    criteria.losses(records)
+    criteria.results(records)
     criteria.sent_per_step(
         records,
         lambda record: _messages(record) + bias * 2 * (_RANKS - 1) / _RANKS * record.figures["bias"],
@@ -38,42 +40,47 @@ def _mlp(answer: Any, trial: str, why: str, bias: float) -> list[Record]:
         lambda record: (record.figures["parameters"] - record.figures["bias"]) / _RANKS + record.figures["bias"],
         "1/n of each matrix and of b1, and b2; a view keeps the whole tensor alive, a clone does not",
     )
-    criteria.computed(
-        records,
-        ("forward", "backward"),
-        lambda record: record.figures["flops"],
-        "the layer before the MLP, and 1/n of the MLP",
-    )
-    return records
+    criteria.computed(records, ("forward", "backward"), _share, _share, "the layer before the MLP, and 1/n of the MLP")
+    most = max(record.flops(0) - record.figures["replicated"] for record in records)
+    part = most / (_RANKS * records[0].figures["mlp"])
+    calls = criteria.calls_in_words(records[0], 0)
+    return f"a rank computes {part:.0%} of the MLP, and sends {size(records[0].sent(0))} per step, by {calls}"
+
+
+def _share(record: Record) -> float:
+    """Operations of the replicated layer and of this rank's share of the MLP, in forward and backward."""
+    return record.figures["replicated"] + record.figures["mlp"]
 
 
 def _column_row(answer: Any) -> str:
-    _mlp(answer, "column_row", "an all-reduce of the activations in forward, and one in backward", 0)
-    return "one all-reduce in forward (g), one in backward (f), and every rank computes a quarter"
+    return _mlp(answer, "column_row", "an all-reduce of the activations in forward, and one in backward", 0)
 
 
 def _sequence(answer: Any) -> str:
-    _mlp(answer, "sequence", "an all-gather and a reduce-scatter in forward and in backward, and b2", 1)
-    return "as many bytes as without it, and outside of the MLP every rank has a quarter of the tokens"
+    return _mlp(answer, "sequence", "an all-gather and a reduce-scatter in forward and in backward, and b2", 1)
 
 
 def _cross_entropy(answer: Any) -> str:
     check_function(answer, ["logits", "targets"])
     records = criteria.ended(records_of("tensor", "cross_entropy", answer, _RANKS))
-    criteria.losses(records)
-    criteria.gradients(records)
-    criteria.sent_at_most(
+    criteria.results(records)
+    criteria.sent_between(
         records,
+        lambda record: 2 * (_RANKS - 1) / _RANKS * record.figures["token"],
         lambda record: 3 * 2 * (_RANKS - 1) / _RANKS * record.figures["token"],
         "three all-reduces of one number per token",
     )
-    return f"{criteria.calls_in_words(records[0], 0)} of one or two numbers per token, instead of all logits"
+    criteria.elements(
+        records, ("forward", "backward"), lambda record: record.figures["logits"], "this rank's part of the logits", 40
+    )
+    sent, calls = size(records[0].sent(0)), criteria.calls_in_words(records[0], 0)
+    return f"a rank sends {sent}, by {calls}; its logits have {size(4 * records[0].figures['logits'])}"
 
 
 def _pipeline(answer: Any, ranks: int) -> str:
     check_function(answer, ["stage", "count", "shape", "inputs", "loss_of"])
     records = criteria.ended(records_of("pipeline", "schedule", answer, ranks))
-    criteria.losses(records)
+    criteria.results(records)
     criteria.neighbours(records, ring=False)
     criteria.one_f_one_b(records)
     criteria.sent_per_step(
@@ -83,7 +90,15 @@ def _pipeline(answer: Any, ranks: int) -> str:
         ),
         "the output of each micro-batch to the next stage, and the gradient of its input to the previous one",
     )
-    return f"rank 0 computes {' '.join(criteria.schedule(records[0], 0))}: at most {ranks} live activations"
+    criteria.computed(
+        records,
+        ("schedule",),
+        lambda record: 5 * record.figures["product"],
+        lambda record: 6 * record.figures["product"],
+        "the two layers of one stage, in forward and backward",
+    )
+    order = criteria.schedule(records[0], 0)
+    return f"rank 0 computes {' '.join(order)}: at most {criteria.live(order)} live activations"
 
 
 def _two_stages(answer: Any) -> str:
@@ -97,11 +112,11 @@ def _four_stages(answer: Any) -> str:
 def _attention(answer: Any, trial: str) -> list[Record]:
     check_function(answer, ["q", "k", "v"])
     records = criteria.ended(records_of("ring", trial, answer, _RANKS))
-    criteria.losses(records)
-    criteria.gradients(records)
+    criteria.results(records)
     criteria.neighbours(records, ring=True)
-    criteria.sent_at_most(
+    criteria.sent_between(
         records,
+        lambda record: record.figures["block"],
         lambda record: 3 * _RANKS * record.figures["block"],
         "n times k and v in forward, n times k, v and their gradients in backward",
     )
@@ -116,20 +131,33 @@ def _attention(answer: Any, trial: str) -> list[Record]:
 
 def _ring_attention(answer: Any) -> str:
     records = _attention(answer, "contiguous")
-    flops = [criteria.flops(record, 0, "forward") for record in records]
-    return f"rank {_RANKS - 1} computes {flops[-1] / max(flops[0], 1):.3g} times as much as rank 0 in forward"
+    whole = "the own queries with at most n blocks of keys"
+    _pairs(records, ("forward",), lambda record: record.rank + 0.5, lambda record: _RANKS, whole)
+    _pairs(records, ("backward",), lambda record: 2 * (record.rank + 0.5), lambda record: 4 * _RANKS, whole)
+    flops = [record.flops(0, "forward") for record in records]
+    return f"rank {_RANKS - 1} computes {flops[-1] / flops[0]:.3g} times as much as rank 0 in forward"
 
 
 def _balanced(answer: Any) -> str:
     records = _attention(answer, "balanced")
     blocks = 2 * _RANKS + 1
+    visible = f"the {blocks} visible pairs of a chunk of queries and a chunk of keys"
+    _pairs(records, ("forward",), lambda record: blocks - 1, lambda record: blocks, visible)
+    _pairs(records, ("backward",), lambda record: 2 * (blocks - 1), lambda record: 4 * blocks, visible)
+    made = [record.flops(0, "forward") / record.figures["flops"] for record in records]
+    return f"a rank computes {min(made):.3g} to {max(made):.3g} of the {(2 * _RANKS) ** 2} pairs of chunks in forward"
+
+
+def _pairs(records: Sequence[Record], phases: Sequence[str], least: Bytes, most: Bytes, why: str) -> None:
+    """In these phases, a rank computes the attention of `least` to `most(record)` pairs of chunks. A half of the chunk
+    on the diagonal may be left out; backward has two and a half times the products of forward."""
     criteria.computed(
         records,
-        ("forward",),
-        lambda record: blocks * record.figures["flops"],
-        f"the {blocks} visible pairs of a chunk of queries and a chunk of keys",
+        phases,
+        lambda record: least(record) * record.figures["flops"],
+        lambda record: most(record) * record.figures["flops"],
+        why,
     )
-    return f"every rank computes {blocks} of the {(2 * _RANKS) ** 2} pairs of chunks"
 
 
 EXERCISES = {

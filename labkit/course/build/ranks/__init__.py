@@ -1,11 +1,15 @@
-"""What runs inside the ranks of a graded answer. Only this package of the course loads torch.
+"""What runs inside the ranks of a graded answer, and in the process that examines them. Only this package of the course
+loads torch.
 
 =============== ===================================================================================================
-`entry`         the last line of a graded script: runs the trial, and records how it ended; notices a call of a finished
-                implementation, however the answer got hold of it; ends a rank that makes no progress, and says in
-                which call it waits
-`recorder`      records communication, matrix products and live memory while the answer runs
-`data_parallel` and the others have the trials: the model, the data, the reference on a single device, and the loop
-                that calls the answer
+`entry`         the first line of a graded script: executes the answer, runs the trial, and signs what it recorded;
+                ends a rank that makes no progress, and says in which call it waits
+`recorder`      records communication, operations and live memory while the answer runs
+`rules`         notices a call of a finished implementation, however the answer got hold of it, and ways around the
+                recorder: files, processes, frames, replaced functions
+`expected`      what a single device makes of the drawn inputs, and which mistake explains other results
+`examiner`      the program that draws the inputs of each rank and compares what the ranks end with
+`data_parallel` and the others have the trials: the inputs, the results of a single device and of common mistakes, and
+                the loop that calls the answer
 =============== ===================================================================================================
 """

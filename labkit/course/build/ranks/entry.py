@@ -1,8 +1,21 @@
-"""The last line of a graded script: `graded("data_parallel", "hooks", Hooks, folder)` runs the trial on this rank."""
+"""The program of a rank: `run_answer(__file__, "data_parallel", "hooks", "Overlapped", folder)` in the first line of a
+graded script runs the rest of it, the answer, and then the trial.
+
+The answer is executed after this rank has read what only this rank may know, and after its file is deleted. The
+modules of the judge are no longer in `sys.modules` then, so that an answer which imports them gets copies, and is seen.
+What a rank records is signed with a key that was in the same file: a record that is written by anyone else is noticed.
+"""
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import ctypes
+import hashlib
+import hmac
 import importlib
+import io
+import json
 import linecache
 import os
 import sys
@@ -10,71 +23,21 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
-from typing import Any
+from types import CodeType, FrameType, ModuleType, TracebackType
 
 import torch
 import torch._dynamo  # the first optimizer imports it, which takes seconds and is no part of the answer
 import torch.distributed as dist
 
-from labkit.course.build import solutions
 from labkit.course.build.ranks.recorder import Recorder
+from labkit.course.build.ranks.rules import Rules
 from labkit.course.build.record import END, START, Event, Record
 from labkit.record.stacks import frame_of
 
-# ---- calls of a finished implementation
-#
-# The interpreter reports every call of a Python function (`sys.setprofile`). What counts is the file that the function
-# is defined in, so that neither an alias nor the way of importing it makes a difference.
-
-
-_TORCH = Path(torch.__file__).parent
-_PARTS = (
-    *("nn/parallel/", "distributed/fsdp/", "distributed/_composable/", "distributed/optim/", "distributed/nn/"),
-    *("distributed/tensor/", "distributed/_tensor/", "distributed/pipelining/", "distributed/algorithms/"),
-    *("distributed/_functional_collectives.py", "distributed/_symmetric_memory/"),
-)
-_PACKAGES = ("deepspeed", "accelerate", "fairscale", "megatron")
-_FINISHED = (
-    *(str(_TORCH / part) + ("/" if part.endswith("/") else "") for part in _PARTS),
-    *(str(_TORCH.parent / package) + "/" for package in _PACKAGES),
-    str(Path(solutions.__file__).parent),
-)
-
-
-class FinishedApi:
-    """Between `with FinishedApi(record):`, notes the first function that an answer must not call."""
-
-    def __init__(self, record: Record):
-        self._record = record
-        self._known: dict[CodeType, bool] = {}
-
-    def __enter__(self) -> FinishedApi:
-        self._before = sys.getprofile(), threading.getprofile()
-        threading.setprofile(self._profile)
-        sys.setprofile(self._profile)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        sys.setprofile(self._before[0])
-        threading.setprofile(self._before[1])
-
-    def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event != "call" or self._record.finished_api:
-            return
-        code = frame.f_code
-        if code not in self._known:
-            self._known[code] = code.co_filename.startswith(_FINISHED) and not code.co_name.startswith("<")
-        if self._known[code]:
-            self._record.finished_api = _name(frame)
-
-
-def _name(frame: FrameType) -> str:
-    """The function of a frame, as `torch.nn.parallel.distributed.DistributedDataParallel.__init__`."""
-    code = frame.f_code
-    name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has only the name
-    return f"{frame.f_globals.get('__name__', code.co_filename)}.{name}"
-
+MARK = "# ---- the answer"  # the line of a script after which the answer begins
+_DRAWN = 120.0  # seconds in which the examiner draws the inputs
+_POLL = 0.02  # seconds
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt(3)
 
 # ---- a rank that makes no progress
 
@@ -134,36 +97,108 @@ def line_of(frame: FrameType | None, source: str) -> str:
     return "" if frame is None else f", at: {linecache.getline(source, frame.f_lineno).strip()}"
 
 
+def _line(traceback: TracebackType | None, source: str) -> str:
+    """As `line_of`, for the innermost frame of a traceback."""
+    line = ""
+    while traceback is not None:
+        line = line_of(traceback.tb_frame, source) if traceback.tb_frame.f_code.co_filename == source else line
+        traceback = traceback.tb_next
+    return line
+
+
+# ---- what a rank is given, and what it hands back
+
+
+def given_path(folder: Path, rank: int) -> Path:
+    """The file with the inputs of one rank, as the examiner draws it: {"key": hex, "given": tensors by name}."""
+    return folder / f"given{rank}.pt"
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    """The signed record of one rank: {"record": JSON, "signature": hex}."""
+    return folder / f"rank{rank}.json"
+
+
+def results_path(folder: Path, rank: int) -> Path:
+    """The final tensors of one rank by name; their signature is in the record."""
+    return folder / f"results{rank}.pt"
+
+
+def signature(key: str, content: bytes) -> str:
+    """The signature of a record or of its results."""
+    return hmac.new(bytes.fromhex(key), content, hashlib.sha256).hexdigest()
+
+
+def _given(path: Path) -> tuple[str, dict]:
+    """The key and the inputs of this rank; the file is deleted."""
+    end = time.monotonic() + _DRAWN
+    while not path.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"the examiner drew no inputs within {_DRAWN:.0f} s")
+        time.sleep(_POLL)
+    content = torch.load(path, weights_only=True)
+    path.unlink()
+    return content["key"], content["given"]
+
+
+def _write(folder: Path, record: Record, results: dict[str, torch.Tensor], key: str) -> None:
+    """Writes results and record, each whole or not at all."""
+    buffer = io.BytesIO()
+    torch.save({name: tensor.detach().clone() for name, tensor in results.items()}, buffer)
+    record.figures["results"] = signature(key, buffer.getvalue())
+    text = json.dumps(record.to_json())
+    signed = json.dumps({"record": text, "signature": signature(key, text.encode())})
+    for path, content in (
+        (results_path(folder, record.rank), buffer.getvalue()),
+        (record_path(folder, record.rank), signed.encode()),
+    ):
+        path.with_suffix(".part").write_bytes(content)
+        path.with_suffix(".part").replace(path)
+
+
 # ---- the program of a rank
 
 
 FAILED = 1  # exit code of a rank whose answer raised
 
 
-def graded(module: str, trial: str, answer: Any, folder: str, patience: float = 20.0) -> None:
-    """Runs the function `trial` of `ranks/<module>.py` with the answer, and writes this rank's record to `folder`.
+def run_answer(source: str, module: str, trial: str, answer: str, folder: str, patience: float = 20.0) -> None:
+    """Executes the answer of the script `source`, runs the function `trial` of `ranks/<module>.py` with the object of
+    this name, and writes this rank's record to `folder`.
 
     The process group is that of torchrun's environment. A rank without a call of torch for `patience` seconds says
     where it waits and exits; an answer that raises ends its rank with exit code 1.
     """
+    began = time.process_time()
     torch.set_num_threads(1)  # the ranks share the cores
+    _return_freed_memory()
     dist.init_process_group("gloo")
+    key, given = _given(given_path(Path(folder), dist.get_rank()))
     record = Record(dist.get_rank())
-    recorder = Recorder(record)
+    namespace = ModuleType("answer")
+    rules = Rules(record, vars(namespace))
+    recorder = Recorder(record, rules.intact)
+    trials = importlib.import_module(f"labkit.course.build.ranks.{module}")
+    _warm_up()
+    code = _code(source)
+    _hide(sys._getframe(1))
+    dist.barrier()  # no file with inputs exists any more
 
     def report() -> None:
         record.at = time.time()
-        record.write(Path(folder))
+        record.seconds = time.process_time() - began
+        _write(Path(folder), record, recorder.results, key)
 
-    source = sys._getframe(1).f_code.co_filename
     watchdog = Watchdog(recorder, patience, source, report)
     watchdog.start()
+    sys.modules[namespace.__name__] = namespace
     try:
-        with recorder, FinishedApi(record):
-            getattr(importlib.import_module(f"labkit.course.build.ranks.{module}"), trial)(answer, recorder)
+        with recorder, rules:
+            exec(code, vars(namespace))
+            getattr(trials, trial)(vars(namespace)[answer], recorder, given)
             with recorder.during(END):
                 dist.barrier()  # no rank leaves while another still needs it
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         record.error = f"{type(error).__name__}: {error}{where(recorder)}{_line(error.__traceback__, source)}"
     finally:
         watchdog.stop()
@@ -174,10 +209,35 @@ def graded(module: str, trial: str, answer: Any, folder: str, patience: float = 
     dist.destroy_process_group()
 
 
-def _line(traceback: TracebackType | None, source: str) -> str:
-    """As `line_of`, for the innermost frame of a traceback."""
-    line = ""
-    while traceback is not None:
-        line = line_of(traceback.tb_frame, source) if traceback.tb_frame.f_code.co_filename == source else line
-        traceback = traceback.tb_next
-    return line
+def _return_freed_memory() -> None:
+    """Makes the C library return each large block to the system when it is freed, so that the resident set shows what a
+    process has allocated. Only glibc has this setting."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 17)
+
+
+def _warm_up() -> None:
+    """Makes the first steps of both optimizers, which replaces their `step` and loads modules. The probe, which
+    profiles the 8th step of a run, then profiles the answer's fourth."""
+    for optimizer in (torch.optim.Adam, torch.optim.SGD):
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.zeros(1)
+        made = optimizer([parameter], lr=0.1)
+        for _ in range(2):
+            made.step()
+
+
+def _code(source: str) -> CodeType:
+    """The code of an answer: a script from its mark on, with the numbers of its lines."""
+    before, _, text = Path(source).read_text(encoding="utf-8").partition(f"{MARK}\n")
+    return compile("\n" * before.count("\n") + "\n" + text, source, "exec", dont_inherit=True)
+
+
+def _hide(script: FrameType) -> None:
+    """Removes the modules of the judge from where an answer would look for them."""
+    for name in [name for name in sys.modules if name == "labkit.course" or name.startswith("labkit.course.")]:
+        del sys.modules[name]
+    if hasattr(sys.modules.get("labkit"), "course"):
+        delattr(sys.modules["labkit"], "course")
+    script.f_globals.pop(run_answer.__name__, None)
+    vars(builtins).pop(run_answer.__name__, None)

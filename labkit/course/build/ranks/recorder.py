@@ -1,29 +1,30 @@
-"""Records what an answer does on one rank: communication with its bytes, matrix products, and live memory.
+"""Records what an answer does on one rank: communication with its bytes, operations, and live memory.
 
 Every call of torch passes the dispatcher, whichever name in Python it was called by; the recorder is a
 `TorchDispatchMode` and therefore sees collectives (`c10d::…`), sends, receives and all computation of this thread,
-including backward, in order. Waiting does not pass the dispatcher: `Work.wait` is replaced while recording.
+including backward, in order. Waiting and the stores do not pass the dispatcher: `Work.wait` and the methods of `Store`
+are replaced while recording.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from labkit.course.build.record import COMPUTE, OUTSIDE, START, WAIT, Event, Record
+from labkit.course.build.record import COMPUTE, OUTSIDE, START, STORE, WAIT, Event, Record
 from labkit.record.writer import sent
 
 _COUNTS, _BETWEEN_COUNTS = 10, 0.005  # of live memory at rest; seconds
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _PEERS = ("send", "recv", "broadcast", "reduce", "gather", "scatter")  # with a rank after the group
 _KNOWN = {  # operation of the dispatcher: its name here, and the argument that holds the payload of the ring
     "allreduce_": ("all_reduce", 0),
@@ -46,31 +47,55 @@ _KNOWN = {  # operation of the dispatcher: its name here, and the argument that 
     "recv_any_source_": ("recv", 0),
     "barrier": ("barrier", 0),
 }
+_OF_THIS_RANK = {"all_gather": 1}  # the argument that holds what a rank contributes, if it is not the payload
+REDUCED = ("all_reduce", "reduce_scatter", "reduce")
 _FINISHED = ("_c10d_functional", "_c10d_functional_autograd", "symm_mem")  # collectives that are written in C++
 _METHODS = (*(operation.removesuffix("_") for operation in _KNOWN), "recv_anysource")
+_STORED = ("set", "get", "add", "append", "compare_set", "multi_set", "multi_get", "queue_push", "queue_pop")
+_BACKEND = torch._C._distributed_c10d
+_numel, _element_size = torch._C.TensorBase.numel, torch._C.TensorBase.element_size  # an answer may replace the names
+_CPU_ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *rest, **more: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda out, q, k, v, *rest, **more: (
+        sdpa_backward_flop_count(out.shape, q.shape, k.shape, v.shape)
+    ),
+}
+_FREE = ("detach", "view", "t", "transpose", "expand", "slice", "split", "select", "unsqueeze", "squeeze", "as_strided")
+_VIEWS = {*_FREE, "alias", "_unsafe_view", "permute", "chunk", "narrow", "unbind", "empty", "empty_like", "new_empty"}
 
 
 class Recorder(TorchDispatchMode):
-    """Records into `record` between `with recorder:`. `calls` counts everything that was dispatched: the progress."""
+    """Records into `record` between `with recorder:`. `calls` counts everything that was dispatched: the progress.
+    `intact` is called at each phase and each communication, and `product` with each matrix product."""
 
-    def __init__(self, record: Record):
+    def __init__(self, record: Record, intact: Callable[[], None] = lambda: None):
         super().__init__()
         self.record = record
         self.calls = 0
         self.step, self.phase = OUTSIDE, START
         self.waits_for: int | None = None  # the index of the event whose end this rank waits for
-        self._thread = threading.get_ident()
+        self.results: dict[str, torch.Tensor] = {}  # what the examiner compares with a single device
+        self.product: Callable[[str, Any], None] = lambda name, args: None
+        self._intact = intact
         self._group_size: int | None = None
         self._works: dict[int, int] = {}  # by the id of a Work, the index of its event
         self._storages: dict[int, weakref.ref] = {}
+        self._ignored: set[int] = set()
         self._peak: int | None = None  # while it is measured
+        self._resident = psutil.Process()
+        self._before = (0, 0)  # bytes: resident set and live tensors when `rest` was called
 
     def __enter__(self) -> Recorder:
         self._replaced = contextlib.ExitStack()
-        backend = torch._C._distributed_c10d
-        self._replace(backend.Work, "wait", self._waiting)
+        self._replace(_BACKEND.Work, "wait", self._waiting)
         for name in _METHODS:
-            self._replace(backend.ProcessGroup, name, self._calling)
+            self._replace(_BACKEND.ProcessGroup, name, self._calling)
+        for store in (_BACKEND.Store, _BACKEND.TCPStore, _BACKEND.FileStore, _BACKEND.HashStore, _BACKEND.PrefixStore):
+            for name in _STORED:
+                if name in vars(store):
+                    self._replace(store, name, self._storing)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -83,6 +108,7 @@ class Recorder(TorchDispatchMode):
         before = self.step, self.phase
         self.step, self.phase = self.step if step is None else step, phase
         yield
+        self._intact()
         self.step, self.phase = before  # after an error, the phase says where it was raised
 
     def note(self, op: str, **fields: Any) -> None:
@@ -97,7 +123,12 @@ class Recorder(TorchDispatchMode):
             if tensor.is_meta:  # it has a size, but no memory
                 continue
             storage = tensor.untyped_storage()
-            self._storages[storage._cdata] = weakref.ref(storage)
+            if storage._cdata not in self._ignored:
+                self._storages[storage._cdata] = weakref.ref(storage)
+
+    def ignore(self, *tensors: torch.Tensor) -> None:
+        """Does not count tensors that exist already and stay, such as the samples of a rank, nor views of them."""
+        self._ignored |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def live(self) -> int:
         """Bytes of all watched tensors, and of those created while recording, that still exist."""
@@ -114,9 +145,19 @@ class Recorder(TorchDispatchMode):
             least = min(least, self.live())
         return least
 
+    def rest(self) -> None:
+        """The process is as large as it is without an answer: later growth is the answer's."""
+        self._before = self._resident.memory_info().rss, self.live()
+
     def remember(self, moment: str, count: float) -> None:
         """Adds the bytes of a moment to the record, once per step or once."""
         self.record.memory.setdefault(moment, []).append(count)
+
+    def remember_process(self, moment: str) -> None:
+        """Adds what the process has grown since `rest`, beyond the tensors of torch, in bytes."""
+        resident, live = self._before
+        grown = self._resident.memory_info().rss - resident - (self.live() - live)
+        self.record.process.setdefault(moment, []).append(grown)
 
     def peak_since(self, function: Callable[[], Any]) -> tuple[int, Any]:
         """The largest `live()` during `function()`, and what it returns."""
@@ -129,39 +170,61 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += 1
-        name = func._schema.name.partition("::")
-        if name[0] == "c10d" and name[2] in _KNOWN:
-            self._communicates(*_KNOWN[name[2]], args)
-        elif name[0] in _FINISHED:
-            self.record.finished_api = self.record.finished_api or f"torch.ops.{name[0]}.{name[2]}"
+        space, _, name = func._schema.name.partition("::")
+        if space == "c10d" and name in _KNOWN:
+            self._communicates(*_KNOWN[name], args)
+        elif space in _FINISHED:
+            self.record.finished_api = self.record.finished_api or f"torch.ops.{space}.{name}"
         out = func(*args, **(kwargs or {}))
-        if name[2] in _PRODUCTS:
-            *_, left, right = (argument for argument in args if isinstance(argument, torch.Tensor))
-            self.note(COMPUTE, flops=2 * left.numel() * right.shape[-1])
-        if name[0] != "c10d":
+        if space != "c10d":
+            self._computes(func, name, args, kwargs or {}, out)
             self.watch(*_tensors(out))
         if self._peak is not None:
             self._peak = max(self._peak, self.live())
         return out
 
+    def _computes(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        if name == "from_file":
+            self.record.forbidden = self.record.forbidden or "maps a file into memory (torch.from_file)"
+        formula = _CPU_ATTENTION.get(name) or flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            flops = formula(*args, **kwargs) if name in _CPU_ATTENTION else formula(*args, **kwargs, out_val=out)
+            self.note(COMPUTE, flops=int(flops))
+            self.product(name, args)
+        elif name not in _VIEWS:
+            count = max(sum(map(_numel, _tensors(out))), sum(map(_numel, _tensors(args))))
+            key = f"{self.step} {self.phase}"
+            self.record.elements[key] = self.record.elements.get(key, 0) + count
+
     def _communicates(self, name: str, payload: int, args: Any) -> None:
+        self._intact()
         size = self._group_size or dist.get_world_size()
-        count = sum(tensor.nbytes for tensor in _tensors(args[payload]))
+        count = sum(_numel(tensor) * _element_size(tensor) for tensor in _tensors(args[payload]))
         peer = next((argument for argument in args[1:] if type(argument) is int), None) if name in _PEERS else None
-        self.note(name, sent=sent("send" if name == "gather" else name, count, size), peer=peer)
+        moved = sent("send" if name == "gather" else name, count, size)
+        fields = {"sent": moved, "peer": peer}
+        if moved:
+            contributed = list(_tensors(args[_OF_THIS_RANK.get(name, payload)]))
+            elements = sum(map(_numel, contributed))
+            zeros = elements - sum(int(torch.count_nonzero(tensor)) for tensor in contributed)
+            fields["zeros"] = moved * zeros / max(elements, 1)
+            if name in REDUCED:
+                squares = sum(float(tensor.detach().double().square().sum()) for tensor in contributed)
+                fields["squares"] = squares if math.isfinite(squares) else -1.0
+        self.note(name, **fields)
 
     # ---- what Python calls
 
     def _replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         original = getattr(owner, name, None)
         if original is not None:
-            setattr(owner, name, functools.wraps(original)(make(original)))
+            replacement = make(original)
+            replacement.__name__ = name
+            setattr(owner, name, replacement)
             self._replaced.callback(setattr, owner, name, original)
 
     def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:
-                raise RuntimeError("communication from other threads is not recorded: use the main thread")
             index, self._group_size = len(self.record.events), group.size()
             try:
                 work = original(group, *args, **kwargs)
@@ -183,6 +246,15 @@ class Recorder(TorchDispatchMode):
 
         return wait
 
+    def _storing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(store: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(store, *args, **kwargs)
+            values = [*args, *kwargs.values(), result]
+            self.note(STORE, sent=float(sum(len(value) for value in _strings(values))))
+            return result
+
+        return call
+
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
@@ -190,3 +262,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
+
+
+def _strings(value: Any) -> Iterator[str | bytes]:
+    if isinstance(value, (str, bytes)):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)

@@ -1,0 +1,194 @@
+"""Grades a folder of submissions: `labkit grade FOLDER` reads each file without running it, judges each answer in it by
+running it in a sandbox, and writes a CSV."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from labkit.course.build import criteria
+from labkit.course.build.criteria import Answer
+from labkit.course.build.record import Record
+from labkit.course.build.sandbox import Limits, run_sandboxed
+from labkit.course.exercises import Wrong, exercise
+
+SUFFIXES = (".py", ".ipynb")
+TOPICS = ("build_data_parallel", "build_model_parallel")  # exercises whose answers are run
+
+
+@dataclass(frozen=True)
+class Row:
+    """One exercise of one submission. `verdict` is right, wrong, empty or missing. Of the ranks the largest figure
+    counts; bytes sent and operations are those of the first step. `difference` is that of the final results, relative;
+    it is missing if a result has no value."""
+
+    name: str
+    exercise: str
+    verdict: str
+    difference: float | None = None
+    sent_bytes: float | None = None
+    zero_bytes: float | None = None
+    store_bytes: float | None = None
+    product_operations: int | None = None
+    other_elements: int | None = None
+    tensor_bytes: float | None = None
+    process_growth_bytes: float | None = None
+    cpu_seconds: float | None = None
+    message: str = ""
+
+
+def submissions(folder: Path) -> list[Path]:
+    """The files of a folder, and of folders in it, that can hold answers."""
+    return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+
+
+def grade(folder: Path, chosen: Sequence[str], limits: Limits, report: Callable[[Row], None]) -> list[Row]:
+    """A row for each answer in each submission, or for each of the `chosen` exercises; `report` gets them one by one.
+
+    Nothing of a submission is executed in this process. Raises `LookupError` for an unknown exercise.
+    """
+    for name in chosen:
+        exercise(name)
+    rows = []
+    for path in submissions(folder):
+        for row in _rows(path.relative_to(folder).as_posix(), path, chosen, limits):
+            report(row)
+            rows.append(row)
+    return rows
+
+
+def write(rows: Sequence[Row], path: Path) -> None:
+    """Writes rows as CSV, with a header. A message that a spreadsheet would take for a formula gets an apostrophe."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(field.name for field in fields(Row))
+        for row in rows:
+            writer.writerow(_cell(getattr(row, field.name)) for field in fields(Row))
+
+
+def _cell(value: Any) -> Any:
+    if value is None:
+        return ""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
+
+
+def _rows(name: str, path: Path, chosen: Sequence[str], limits: Limits) -> Iterator[Row]:
+    try:
+        tree = ast.parse(text_of(path))
+    except (SyntaxError, ValueError, OSError) as error:
+        yield Row(name, ", ".join(chosen) or "-", "wrong", message=f"the file cannot be read: {error}")
+        return
+    answers = answers_in(tree)
+    for wanted in chosen or answers or ("-",):
+        if wanted not in answers:
+            what = f'check("{wanted}", …)' if chosen else "check(…) of an exercise of labs 13 and 14"
+            yield Row(name, wanted, "missing", message=f"the file has no call of {what}")
+        elif (answer := answers[wanted]) is None:
+            yield Row(name, wanted, "wrong", message="the answer must be the name of a function or class of the file")
+        elif is_unanswered(tree, answer.name):
+            words = f"not answered yet: {answer.name} still has the three dots of the starter code"
+            yield Row(name, wanted, "empty", message=words)
+        else:
+            yield _graded(name, wanted, answer, limits)
+
+
+def _graded(name: str, wanted: str, answer: Answer, limits: Limits) -> Row:
+    """Judges one answer in the sandbox. Never raises because of the answer."""
+    seen: list[Record] = []
+    with criteria.launched_by(partial(run_sandboxed, limits=limits), seen.extend):
+        try:
+            verdict, message = "right", exercise(wanted).check(answer)
+        except Wrong as wrong:
+            verdict, message = "wrong", str(wrong)
+        except Exception as error:
+            verdict, message = "wrong", f"this is not a valid answer: {type(error).__name__}: {error}"
+    return Row(name, wanted, verdict, **_figures(seen), message=message)
+
+
+def _figures(records: Sequence[Record]) -> dict[str, Any]:
+    """The measured figures of a row, by name; none without records."""
+    if not records:
+        return {}
+    memory = [count for record in records for counts in record.memory.values() for count in counts]
+    grown = [count for record in records for counts in record.process.values() for count in counts]
+    differences = [value for record in records for value in record.differences.values()]
+    operations = [record.operations(0, *{key.partition(" ")[2] for key in record.elements}) for record in records]
+    return {
+        "difference": max(differences) if differences and all(map(math.isfinite, differences)) else None,
+        "sent_bytes": max(record.sent(0) for record in records),
+        "zero_bytes": max(sum(event.zeros for event in record.of_step(0)) for record in records),
+        "store_bytes": max(record.stored() for record in records),
+        "product_operations": max(record.flops(0) for record in records),
+        "other_elements": max(all_ - record.flops(0) for all_, record in zip(operations, records)),
+        "tensor_bytes": max(memory, default=None),
+        "process_growth_bytes": max(grown, default=None),
+        "cpu_seconds": round(max(record.seconds for record in records), 2),
+    }
+
+
+# ---- the answers of a file, which is read and not executed
+
+
+def text_of(path: Path) -> str:
+    """The Python text of a file: of a notebook its code cells, without lines of magics and shell commands."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    cells = json.loads(text)["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    return "\n\n".join(
+        "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in source.splitlines())
+        for source in sources
+        if not source.startswith("%%")
+    )
+
+
+def answers_in(tree: ast.Module) -> dict[str, Answer | None]:
+    """By exercise, the answer of each `check("topic.name", answer)`: its name, and what it uses of the file.
+    None if the answer is not a name that the file defines."""
+    found: dict[str, Answer | None] = {}
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check"):
+            continue
+        if len(node.args) != 2 or not isinstance(node.args[0], ast.Constant):
+            continue
+        name, answer = str(node.args[0].value), node.args[1]
+        if name.partition(".")[0] in TOPICS:
+            found[name] = _answer(tree, answer.id) if isinstance(answer, ast.Name) else None
+    return found
+
+
+def _answer(tree: ast.Module, name: str) -> Answer | None:
+    """The statements of the file that define `name` and what it uses, in the file's order."""
+    used, before = {name}, set[str]()
+    while used != before:
+        before = set(used)
+        for node in tree.body:
+            if criteria.bound(node) & used and not isinstance(node, (ast.Import, ast.ImportFrom)):
+                used |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    kept = [node for node in tree.body if criteria.bound(node) & used]
+    if not any(name in criteria.bound(node) for node in kept):
+        return None
+    return Answer(name, "\n\n\n".join(map(ast.unparse, kept)) + "\n")
+
+
+def is_unanswered(tree: ast.Module, name: str) -> bool:
+    """Whether the newest definition of `name` has functions whose whole body is `...`, or a call with `...` in it."""
+    definitions = [node for node in tree.body if name in criteria.bound(node)]
+    parts = [part for part in ast.walk(definitions[-1]) if isinstance(part, (ast.FunctionDef, ast.Call))]
+    return any(_is_dots(part) for part in parts)
+
+
+def _is_dots(node: ast.FunctionDef | ast.Call) -> bool:
+    if isinstance(node, ast.Call):
+        return any(isinstance(argument, ast.Constant) and argument.value is ... for argument in node.args)
+    body = [part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
+    dots = [part for part in node.body if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)]
+    return not body and any(part.value.value is ... for part in dots if isinstance(part.value, ast.Constant))

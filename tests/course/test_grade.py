@@ -1,0 +1,124 @@
+"""`labkit grade`: a folder of submissions, judged in a sandbox; a failing one stops nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+
+import pytest
+from commands import called
+from conftest import processes_of
+
+from labkit.course.build import grade, sandbox
+from labkit.course.build.sandbox import Limits
+
+RIGHT = """
+import torch.distributed as dist
+from labkit import check, run
+
+run("ddp")
+MEAN = 1
+
+def average(tensor):
+    return tensor / dist.get_world_size() * MEAN
+
+def average_gradients(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad = average(parameter.grad)
+
+check("build_data_parallel.naive", average_gradients)
+"""
+DOTS = """
+class Overlapped:
+    def __init__(self, model):
+        # make the parameters equal
+        ...
+
+    def finish(self):
+        ...
+
+check("build_data_parallel.hooks", Overlapped)
+"""
+ENDLESS = """
+import time, torch.distributed as dist
+
+def average_gradients(model):
+    while True:
+        dist.all_reduce(next(model.parameters()).grad)
+
+check("build_data_parallel.naive", average_gradients)
+"""
+
+
+def notebook(text):
+    return json.dumps({"cells": [{"cell_type": "code", "source": ["%load_ext x\n", text]}]})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "class"
+    folder.mkdir()
+    return folder
+
+
+def test_a_folder_is_graded_and_a_csv_written(folder, capsys):
+    (folder / "ada.ipynb").write_text(notebook(RIGHT))
+    (folder / "bob.py").write_text(RIGHT.replace("/ dist.get_world_size()", ""))
+    (folder / "cy.py").write_text(DOTS + "\nraise SystemExit")
+    (folder / "dan.py").write_text("def f(:")
+    (folder / "eve.py").write_text(ENDLESS)
+    (folder / "fay.py").write_text("print(1)")
+    (folder / "gil.py").write_text('check("build_data_parallel.naive", lambda model: model)')
+    began = time.monotonic()
+    assert called("grade", str(folder), "--timeout", "45") == 0
+    assert time.monotonic() - began < 240
+    printed = capsys.readouterr()
+    with (folder.parent / "class.csv").open(encoding="utf-8") as file:
+        rows = {row["name"]: row for row in csv.DictReader(file)}
+    verdicts = {name: row["verdict"] for name, row in rows.items()}
+    assert verdicts == {
+        "ada.ipynb": "right",
+        "bob.py": "wrong",
+        "cy.py": "empty",
+        "dan.py": "wrong",
+        "eve.py": "wrong",
+        "fay.py": "missing",
+        "gil.py": "wrong",
+    }, printed
+    assert "divide by the number of ranks" in rows["bob.py"]["message"]
+    assert "Overlapped still has the three dots" in rows["cy.py"]["message"]
+    assert "cannot be read" in rows["dan.py"]["message"]
+    assert float(rows["ada.ipynb"]["sent_bytes"]) > 1e6 and float(rows["ada.ipynb"]["difference"]) < 1e-4
+    assert "1 of 7 answers are right" in printed.out + printed.err
+
+
+def test_what_an_answer_uses_is_taken_from_the_file_and_nothing_else(folder):
+    (folder / "ada.py").write_text(RIGHT)
+    (answer,) = grade.answers_in(grade.ast.parse(grade.text_of(folder / "ada.py"))).values()
+    assert answer.name == "average_gradients"
+    assert "MEAN = 1" in answer.text and "def average(" in answer.text
+    assert "run(" not in answer.text and "check(" not in answer.text
+
+
+def test_the_wrong_usage_of_the_command(tmp_path, capsys):
+    assert called("grade", str(tmp_path / "none")) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    assert called("grade", str(tmp_path), "--exercise", "build_data_parallel.none") == 2
+    assert "there is no exercise" in capsys.readouterr().err
+
+
+def test_a_message_is_no_formula(tmp_path):
+    grade.write([grade.Row("=1+1", "naive", "wrong", message="-x")], tmp_path / "a.csv")
+    assert (tmp_path / "a.csv").read_text(encoding="utf-8").splitlines()[1].startswith("'=1+1,")
+
+
+def test_nothing_is_left_of_an_answer_that_starts_processes(tmp_path):
+    text = (
+        f"import os, time\nif os.fork() == 0:\n    os.chdir('/')\n    time.sleep(600)\ntime.sleep(600)  # {tmp_path}\n"
+    )
+    began = time.monotonic()
+    sandbox.run_sandboxed(text, 1, tmp_path, Limits(seconds=8.0))
+    assert time.monotonic() - began < 60
+    assert not processes_of(str(tmp_path))
