@@ -41,6 +41,7 @@ _FINISHED = (
     *(str(_TORCH / part) + ("/" if part.endswith("/") else "") for part in _PARTS),
     *(str(_TORCH.parent / package) + "/" for package in _PACKAGES),
 )
+_MODULES = (*(f"torch.{part.removesuffix('.py').strip('/').replace('/', '.')}" for part in _PARTS), *_PACKAGES)
 _C10D = torch._C._distributed_c10d
 _CLASSES = ("Reducer", "Logger", "ProcessGroupGloo", "_ProcessGroupWrapper", "_StoreCollectives", "_SymmetricMemory")
 _FUNCTIONS = ("_broadcast_coalesced", "_compute_bucket_assignment_by_size", "_register_builtin_comm_hook")
@@ -208,6 +209,8 @@ class Rules:
             return
         self._busy = True
         try:
+            if event == "import" and str(args[0]).startswith(_MODULES) and self._caused(sys._getframe(1)):
+                self._record.finished_api = self._record.finished_api or str(args[0])
             words, caused = self._event(event, args)
             if words and caused(sys._getframe(1)):
                 self._forbid(words)
