@@ -104,7 +104,7 @@ WRONG = {
     "cross_entropy": (mutant(tensor, "cross_entropy", UNSTABLE), "losses: in step 2, rank 0 has"),
     "two_stages": (GPIPE, "order: in step 0, rank 0 of 2 computes F0 F1 F2 F3 F4 F5 B0 B1 B2 B3 B4 B5 with 6 live"),
     "four_stages": (STOPS, "hangs: rank 0 waits in recv from rank 1 in schedule of step 0, at: dist.recv(x, source)"),
-    "ring_attention": (gathers_keys, "gradients: in step 0, rank 0 has a gradient of k that differs"),
+    "ring_attention": (gathers_keys, "results: rank 0 has a gradient of step 0: k that differs by"),
     "balanced": (ALL_PAIRS, "computation: in forward of step 0, the matrix products of rank 0 take"),
 }
 MORE = [
