@@ -52,9 +52,9 @@ _CALIBRATION: tuple[dict[str, Any], ...] = (
 )
 _UNSEEN: tuple[dict[str, Any], ...] = (
     {"strategy": "ddp", "workload": "mlp", "options": {"accumulate": 2}, "batch_size": 80},
-    {"strategy": "zero2", "workload": "gpt", "batch_size": 5},
+    {"strategy": "zero1", "workload": "gpt", "batch_size": 5},
     {"strategy": "fsdp2", "workload": "mlp", "batch_size": 72},
-    {"strategy": "fsdp", "workload": "gpt", "options": {"context": 192}, "batch_size": 4},
+    {"strategy": "fsdp", "workload": "gpt", "options": {"context": 256}, "batch_size": 4},
     {"strategy": "zero1", "workload": "moe", "batch_size": 6},
     {"strategy": "tp", "workload": "mlp", "batch_size": 56},
     {"strategy": "pp", "workload": "cnn", "batch_size": 24},
