@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMES", "RULES", "Finding", "findings"]
 
-_MISSING_NAME = "MissingName"  # the type of a `probe_error` if torch lacks a name (see probe/parts.py)
+_MISSING_NAME = "MissingName"  # the type of a `probe_error` if torch lacks a name (see probe/torch_private.py)
 
 
 @per_revision
