@@ -101,32 +101,32 @@ def test_the_workload_brings_its_batch_and_options():
 def test_a_choice_shows_batch_command_script_and_diff_before_run():
     lab = reading(Lab(strategy="ddp", nproc=2, steps=20))
     assert "128 per rank × 2 = 256 global" in lab._batch.value
-    assert lab._sources.command.text == "torchrun --standalone --nproc-per-node=2 train.py"
-    assert "DistributedDataParallel" in lab._sources.script.value
-    assert "labkit-gi" in lab._sources.diff.value
+    assert lab._sources().command.text == "torchrun --standalone --nproc-per-node=2 train.py"
+    assert "DistributedDataParallel" in lab._sources().script.value
+    assert "labkit-gi" in lab._sources().diff.value
     lab._choices.strategy.value = "single"
-    assert "--nproc-per-node=1" in lab._sources.command.text
-    assert "DistributedDataParallel" not in lab._sources.script.value
-    assert "labkit-empty" in lab._sources.diff.value
+    assert "--nproc-per-node=1" in lab._sources().command.text
+    assert "DistributedDataParallel" not in lab._sources().script.value
+    assert "labkit-empty" in lab._sources().diff.value
 
 
 def test_the_command_of_each_of_several_nodes_is_shown():
     lab = reading(Lab(strategy="ddp", nproc=2, steps=20, device="cpu"))
     each = "python3 -m labkit run ddp --workload cnn --nproc 4 --steps 20 --precision fp32 --device cpu --data digits"
-    assert [text.replace(" --batch-size 128", "") for text in lab._sources.nodes.texts] == [
+    assert [text.replace(" --batch-size 128", "") for text in lab._sources().nodes.texts] == [
         f"{each} --nodes 2 --node-rank {rank} --rdzv-endpoint node0:29500" for rank in range(2)
     ]
-    shown = lab._sources.nodes._list.children
-    lab._sources.nodes.endpoint.value, lab._sources.nodes.nodes.value = "my$host:1", 3
-    assert [text.partition(" --nodes ")[2] for text in lab._sources.nodes.texts] == [
+    shown = lab._sources().nodes._list.children
+    lab._sources().nodes.endpoint.value, lab._sources().nodes.nodes.value = "my$host:1", 3
+    assert [text.partition(" --nodes ")[2] for text in lab._sources().nodes.texts] == [
         f"3 --node-rank {rank} --rdzv-endpoint 'my$host:1'" for rank in range(3)
     ]
-    assert lab._sources.nodes._list.children[:2] == shown
-    lab._sources.nodes.endpoint.value = "<b>"
-    assert lab._sources.nodes.texts == [] and "&lt;b&gt;" in lab._sources.nodes.said.value
-    lab._sources.nodes.endpoint.value = "a:1"
+    assert lab._sources().nodes._list.children[:2] == shown
+    lab._sources().nodes.endpoint.value = "<b>"
+    assert lab._sources().nodes.texts == [] and "&lt;b&gt;" in lab._sources().nodes.said.value
+    lab._sources().nodes.endpoint.value = "a:1"
     lab._choices.strategy.value = "single"
-    assert lab._sources.nodes.texts == [] and "single trains on one device" in lab._sources.nodes.said.value
+    assert lab._sources().nodes.texts == [] and "single trains on one device" in lab._sources().nodes.said.value
 
 
 def test_a_machine_that_lacks_the_precision_says_so_until_another_is_chosen(monkeypatch):

@@ -171,7 +171,7 @@ def test_a_recorded_run_is_chosen_and_closed(recorded):
     assert lab._open is not None, "a new list keeps the selection"
     lab._recorded.close_button.click()
     assert (lab._own.layout.display, lab._recorded.widget.layout.display) == ("", "none")
-    assert "--nproc-per-node=1" in lab._sources.command.text
+    assert "--nproc-per-node=1" in lab._sources().command.text
     assert not lab._view.recorded
 
 
@@ -180,8 +180,8 @@ def test_a_recorded_user_script_shows_its_command(recorded):
     RunFolder.write_text(recorded.command, "torchrun mine/train.py\n")
     lab = opened(Lab(recorded="last"))
     assert "&lt;train&gt;.py, 2 ranks" in lab._recorded.title.value
-    assert reading(lab)._sources.command.text == "torchrun mine/train.py"
-    assert "train.py is missing from the folder" in lab._sources.script.value
+    assert reading(lab)._sources().command.text == "torchrun mine/train.py"
+    assert "train.py is missing from the folder" in lab._sources().script.value
     assert lab._batch.value == ""
 
 
@@ -206,8 +206,8 @@ def test_a_recording_that_cannot_be_read_is_one_sentence(recorded, monkeypatch):
 
 def test_recorded_runs_are_compared_without_running_any(recorded):
     lab = Lab()
-    lab._compare.show_recorded()
-    told = lab._compare._view.widget.value
+    lab._compare().show_recorded()
+    told = lab._compare()._view.widget.value
     assert "Recorded runs; nothing is running now." in told
     assert "recorded on" in told
     assert "<td>DDP</td>" in told
@@ -215,8 +215,8 @@ def test_recorded_runs_are_compared_without_running_any(recorded):
 
 def test_nothing_to_compare_is_one_sentence(runs):
     lab = Lab()
-    lab._compare.show_recorded()
-    assert "no recorded run" in lab._compare._said.value
+    lab._compare().show_recorded()
+    assert "no recorded run" in lab._compare()._said.value
 
 
 def test_when_and_where_a_run_was_recorded(runs):

@@ -123,7 +123,7 @@ def _stored(records: Sequence[Record], tensors: criteria.Bytes, why: str) -> Non
 
 def _has(records: Sequence[Record]) -> str:
     tensors = max(record.memory["between two steps"][-1] for record in records)
-    grown = max(record.process["between two steps"][-1] for record in records)
+    grown = max(count for record in records for count in record.process["between two steps"])
     return f"between two steps a rank has {size(tensors)} of tensors, and {size(max(grown, 0))} of other new memory"
 
 

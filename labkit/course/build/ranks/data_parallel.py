@@ -264,9 +264,9 @@ def zero(answer: Any, recorder: Recorder, given: Given) -> None:
         if step == 0:
             for name, parameter in model.named_parameters():
                 recorder.results[f"first {name}"] = sample(parameter)
+        recorder.remember_process("between two steps", step)
     model.zero_grad()
     recorder.remember("between two steps", recorder.live_at_rest())
-    recorder.remember_process("between two steps")
     _end(model, recorder, given)
 
 
@@ -295,7 +295,7 @@ def fsdp(answer: Any, recorder: Recorder, given: Given) -> None:
             optimizer.step()
         recorder.record.losses.append(loss.item())
         del loss
+        recorder.remember_process("between two steps", step)
     optimizer.zero_grad()
     recorder.remember("between two steps", recorder.live_at_rest())
-    recorder.remember_process("between two steps")
     recorder.results["output"] = model(given["inputs"][STEPS]).detach()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from labkit.course.build.record import COMPUTE, OUTSIDE, START, STORE, WAIT, Event, Record
 from labkit.record.writer import sent
 
+_UNPROFILED = 2  # steps before the probe begins to profile
 _COUNTS, _BETWEEN_COUNTS = 10, 0.005  # of live memory at rest; seconds
 _PEERS = ("send", "recv", "broadcast", "reduce", "gather", "scatter")  # with a rank after the group
 _KNOWN = {  # operation of the dispatcher: its name here, and the argument that holds the payload of the ring
@@ -153,8 +155,11 @@ class Recorder(TorchDispatchMode):
         """Adds the bytes of a moment to the record, once per step or once."""
         self.record.memory.setdefault(moment, []).append(count)
 
-    def remember_process(self, moment: str) -> None:
-        """Adds what the process has grown since `rest`, beyond the tensors of torch, in bytes."""
+    def remember_process(self, moment: str, step: int) -> None:
+        """Adds what the process has grown since `rest`, beyond the tensors of torch, in bytes. In an ordinary run,
+        whose probe profiles a later step and needs memory for that, only in the first steps."""
+        if step >= _UNPROFILED and any(name.startswith("labkit.probe") for name in sys.modules):
+            return
         resident, live = self._before
         grown = self._resident.memory_info().rss - resident - (self.live() - live)
         self.record.process.setdefault(moment, []).append(grown)

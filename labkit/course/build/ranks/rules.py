@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import labkit
 from labkit.course.build.record import Record
 
 # ---- finished implementations
@@ -52,6 +53,7 @@ _BACKEND_MORE = ("broadcast", "reduce", "gather", "scatter", "alltoall", "alltoa
 
 
 _LIBRARY = (sysconfig.get_path("stdlib"), "<frozen")
+_PROBE = tuple(str(Path(labkit.__file__).parent / part) + os.sep for part in ("probe", "record"))
 _SEES = "looks at the judge, not at its arguments"
 _BY_ANSWER = {  # events of the interpreter that count if the answer causes them, itself or by the standard library
     "sys._getframe": _SEES,
@@ -195,8 +197,8 @@ class Rules:
         return frame is not None and self._is_answer(frame)
 
     def _below(self, frame: FrameType | None) -> bool:
-        """Whether the answer is anywhere on the stack."""
-        while frame is not None:
+        """Whether the answer is anywhere on the stack, and the probe of an ordinary run is not called by it."""
+        while frame is not None and not frame.f_code.co_filename.startswith(_PROBE):
             if self._is_answer(frame):
                 return True
             frame = frame.f_back
