@@ -16,8 +16,6 @@ from labkit.setup.environment import CLONE
 STANDARD_LIBRARY_ONLY = (
     "labkit.__main__",
     "labkit.cli.parser",
-    "labkit.cli.parser",
-    "labkit.cli.parser",
     "labkit.common.files",
     "labkit.common.text",
     "labkit.record.writer",
@@ -42,6 +40,17 @@ def test_the_standard_library_is_enough(module):
     code = f"import sys; sys.path.insert(0, {str(CLONE)!r}); import {module}"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_package_defines_a_name_that_one_of_its_modules_has():
+    """Importing the module would replace what the package has under this name."""
+    for path in (CLONE / "labkit").rglob("__init__.py"):
+        modules = {module.stem for module in path.parent.glob("*.py")} | {
+            folder.name for folder in path.parent.iterdir() if (folder / "__init__.py").exists()
+        }
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        defined = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        assert not defined & modules, path
 
 
 def test_labs_use_public_names_only():

@@ -34,7 +34,7 @@ GPT_SIZES: dict[str, tuple[int, int, int]] = {  # name: layers, width, heads
 # ---- cnn
 
 
-def cnn(options: Mapping[str, Any]) -> tuple[Module, ...]:
+def cnn_blocks(options: Mapping[str, Any]) -> tuple[Module, ...]:
     convolutions = (convolution(come, go, 5, bias=True) for come, go in ((1, 32), (32, 64), (64, 128)))
     blocks = (Module(inside=(layer,)) for layer in (*convolutions, linear(1152, 128, cut=0)))
     return (*blocks, linear(128, 10, cut=1))
@@ -58,7 +58,7 @@ def cnn_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
 # ---- mlp
 
 
-def mlp(options: Mapping[str, Any]) -> tuple[Module, ...]:
+def mlp_blocks(options: Mapping[str, Any]) -> tuple[Module, ...]:
     return Module(inside=(linear(784, 512, cut=0),)), Module(inside=(linear(512, 512, cut=1),)), linear(512, 10)
 
 
@@ -79,7 +79,7 @@ def transformer(options: Mapping[str, Any]) -> Transformer:
     return Transformer(layers, width, heads, options["context"], GPT_VOCABULARY)
 
 
-def gpt(options: Mapping[str, Any]) -> tuple[Module, ...]:
+def gpt_blocks(options: Mapping[str, Any]) -> tuple[Module, ...]:
     layers, width, _ = GPT_SIZES[options["size"]]
     attention = Module(inside=(*[linear(width, width, cut=0)] * 3, linear(width, width, cut=1)))
     mlp = linear(width, 4 * width, cut=0), linear(4 * width, width, cut=1)
@@ -121,9 +121,9 @@ def mixture(options: Mapping[str, Any]) -> Mixture:
     return Mixture(layers, experts, chosen, slots, width)
 
 
-def moe(options: Mapping[str, Any]) -> tuple[Module, ...]:
+def moe_blocks(options: Mapping[str, Any]) -> tuple[Module, ...]:
     """The GPT with a router and experts in place of each MLP."""
-    embedding, *_, head = gpt(options)
+    embedding, *_, head = gpt_blocks(options)
     model = mixture(options)
     width = model.width
     attention = Module(inside=(linear(width, width),) * 4)
@@ -159,7 +159,7 @@ _RESNET18 = (
 _CHANNELS = (64, *(go for _, go, _ in _RESNET18))  # after the stem and after each residual block
 
 
-def resnet18(options: Mapping[str, Any]) -> tuple[Module, ...]:
+def resnet18_blocks(options: Mapping[str, Any]) -> tuple[Module, ...]:
     blocks = []
     for come, go in pairwise(_CHANNELS):
         shortcut = [Module(inside=(convolution(come, go, 1), norm(go)))] * (come != go)
@@ -268,7 +268,7 @@ WORKLOADS: dict[str, Workload] = {
             "cnn",
             "CNN: three 5×5 convolutions",
             ("digits", "mnist"),
-            cnn,
+            cnn_blocks,
             cnn_outputs,
             cnn_costs,
             visited=lambda options: 36,
@@ -279,7 +279,7 @@ WORKLOADS: dict[str, Workload] = {
             "mlp",
             "MLP: two hidden layers",
             ("digits", "mnist"),
-            mlp,
+            mlp_blocks,
             mlp_outputs,
             mlp_costs,
             visited=lambda options: 17,
@@ -291,7 +291,7 @@ WORKLOADS: dict[str, Workload] = {
             "gpt",
             "GPT: a byte-level transformer",
             ("text",),
-            gpt,
+            gpt_blocks,
             gpt_outputs,
             gpt_costs,
             visited=lambda options: 2 * (10 * transformer(options).layers + 7),
@@ -307,7 +307,7 @@ WORKLOADS: dict[str, Workload] = {
             "moe",
             "MoE: the GPT with a mixture of experts in place of each MLP",
             ("text",),
-            moe,
+            moe_blocks,
             gpt_outputs,
             moe_costs,
             visited=lambda options: 2 * ((10 + 3 * options["experts"]) * transformer(options).layers + 7),
@@ -336,7 +336,7 @@ WORKLOADS: dict[str, Workload] = {
             "resnet18",
             "ResNet-18: torchvision's model with a 3×3 stem for small images",
             ("digits32", "cifar10"),
-            resnet18,
+            resnet18_blocks,
             resnet18_outputs,
             resnet18_costs,
             visited=lambda options: 148,
