@@ -158,8 +158,8 @@ def test_the_panel_opens_beside_a_bad_folder_and_says_what_is_wrong_with_it(bad)
     assert not lab._run_button.disabled
     with pytest.raises(SpecError, match="cannot be read"):
         Lab(recorded=BAD)
-    lab._compare.show_recorded()
-    assert f"{BAD} is left out: it cannot be read" in lab._compare._view.widget.value
+    lab._compare().show_recorded()
+    assert f"{BAD} is left out: it cannot be read" in lab._compare()._view.widget.value
 
 
 @pytest.mark.parametrize("content", ["{}", '{"hello": 1}', "[]", DEEP, '{"run": 5}', "\xff"])
