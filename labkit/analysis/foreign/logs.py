@@ -4,12 +4,11 @@ traceback, from the lines of torch's C++ code, and from torchrun's summary."""
 
 from __future__ import annotations
 
+import calendar
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ _MOST_SPEAKERS = 1 << 16
 _MOST_ERRORS = 8  # of a speaker
 _MOST_EVENTS = 4096  # lines of Slurm, Kubernetes, watchdogs and torchrun that are kept of a file
 _MOST_LINES = 400  # of a traceback
-_MOST_RANKS = 1 << 20
+_YEAR = 31_556_952  # seconds
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _ISO = r"\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
@@ -232,7 +231,7 @@ def read_log(path: Path) -> Log:
         raise ForeignError(f"{shorter(str(path))} is a script; name what a job wrote, such as its logs")
     with open_regular(path) as file:
         content = Content(file, path)
-        reader = _Reader(path, time.gmtime(path.stat().st_mtime).tm_year)
+        reader = _Reader(path, 1970 + int(path.stat().st_mtime / _YEAR))
         rest = b""
         while chunk := content.read():
             *lines, rest = (rest + chunk).split(b"\n")
@@ -439,17 +438,19 @@ def _seconds(text: str, year: int) -> float | None:
     found = _TIME.match(text)
     if not found:
         return None
-    try:
-        if found["iso"]:
-            day, clock, fraction, zone = _ISO_PARTS.match(found["iso"]).groups()  # type: ignore[union-attr]
-            iso = f"{day}T{clock}.{(fraction or '').ljust(6, '0')[:6]}{'+00:00' if zone == 'Z' else zone or ''}"
-            when = datetime.fromisoformat(iso)
-        else:
-            day = found["day"]
-            when = datetime.fromisoformat(f"{year}-{day[:2]}-{day[2:]}T{found['clock'][:15]}")
-    except ValueError:
+    if found["iso"]:
+        day, clock, fraction, zone = _ISO_PARTS.match(found["iso"]).groups()  # type: ignore[union-attr]
+        date = [int(part) for part in day.split("-")]
+    else:
+        month, clock, fraction, zone = found["day"], found["clock"][:8], found["clock"][9:], ""
+        date = [year, int(month[:2]), int(month[2:])]
+    hours, minutes, seconds = (int(part) for part in clock.split(":"))
+    if not (date[0] >= 1970 and 1 <= date[1] <= 12):
         return None
-    return when.timestamp() if when.tzinfo else when.replace(tzinfo=timezone.utc).timestamp()
+    ahead = 0
+    if zone and zone != "Z":
+        ahead = (1 if zone[0] == "+" else -1) * (3600 * int(zone[1:3]) + 60 * int(zone[-2:]))
+    return calendar.timegm((*date, hours, minutes, seconds)) - ahead + float(f"0.{fraction or 0}")
 
 
 def _error_file(path: Path) -> Log:
@@ -840,7 +841,10 @@ def _rank_table(job: Job) -> Table:
 
 
 def _clock(seconds: float | None) -> str:
-    return "–" if seconds is None else time.strftime("%H:%M:%S", time.gmtime(seconds))
+    if seconds is None:
+        return "–"
+    minutes, second = divmod(int(seconds) % 86_400, 60)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{second:02}"
 
 
 def _notes(job: Job) -> Iterator[str]:

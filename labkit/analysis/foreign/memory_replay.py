@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from pathlib import PurePath
-from statistics import median
 from typing import NamedTuple
 
 from labkit.analysis.foreign.memory_events import BEFORE, NO_STACK, Event, Frame, Segment, Stack
+from labkit.analysis.metrics import median
 
 # ---- the replay
 
