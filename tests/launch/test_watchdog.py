@@ -39,7 +39,7 @@ sys.stdin.read()
 STARTER = """
 import json, os, sys, time
 from msgspec import structs
-from labkit.launch import local, starting
+from labkit.launch import job, local
 from labkit.launch.job import Job
 from labkit.launch.warm import client
 from labkit.runs.handle import settle
@@ -53,7 +53,7 @@ if not agent:  # a supervisor that never gets to its first status
     def launch(folder, plan, asked, files, start):
         command = [sys.executable, "-c", "input()", "labkit.launch.supervisor"]
         return subprocess.Popen(command, stdin=0, pass_fds=files[2:3], env=os.environ | plan.env)
-    starting._launch = launch
+    job._launch = launch
 Job.start(settle(script, nproc=1, device="cpu"), detached=detached, stdin=0, planned=plan)
 time.sleep(100)
 """
