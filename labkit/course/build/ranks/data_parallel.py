@@ -54,11 +54,15 @@ def _model(given: Given) -> nn.Sequential:
     return model
 
 
+_WITH_ADAM = ("zero", "fsdp")
+_WHOLE_PARAMETERS = ("naive", "hooks", "buckets", "zero")  # trials after which a rank has all of each parameter
+
+
 def expect(trial: str, given: list[Given]) -> list[Expected]:
     """Trains on the samples of all ranks on this device: for each rank losses, gradients and final parameters."""
     model, ranks = _model(given[0]), len(given)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = adam(model.parameters()) if trial in ("zero", "fsdp") else torch.optim.SGD(model.parameters(), RATE)
+    optimizer = adam(model.parameters()) if trial in _WITH_ADAM else torch.optim.SGD(model.parameters(), RATE)
     expected = [Expected() for _ in given]
     for step in range(STEPS):
         own = [_own_gradients(model, mine, step, rank) for mine, rank in zip(given, expected)]
@@ -73,7 +77,7 @@ def expect(trial: str, given: list[Given]) -> list[Expected]:
             for name, parameter in model.named_parameters():
                 rank.expects(f"first {name}", sample(parameter), sample(start[name]))
     for mine, rank in zip(given, expected):
-        for name, parameter in model.named_parameters() if trial != "fsdp" else ():
+        for name, parameter in model.named_parameters() if trial in _WHOLE_PARAMETERS else ():
             rank.expects(f"parameter {name}", parameter, start[name])
         rank.expects("output", model(mine["inputs"][STEPS]))
     return expected
