@@ -54,7 +54,7 @@ def _model(given: Given) -> nn.Sequential:
     return model
 
 
-_WITH_ADAM = ("zero", "fsdp")
+_WITH_SGD = ("naive", "hooks", "buckets")
 _WHOLE_PARAMETERS = ("naive", "hooks", "buckets", "zero")  # trials after which a rank has all of each parameter
 
 
@@ -62,7 +62,7 @@ def expect(trial: str, given: list[Given]) -> list[Expected]:
     """Trains on the samples of all ranks on this device: for each rank losses, gradients and final parameters."""
     model, ranks = _model(given[0]), len(given)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = adam(model.parameters()) if trial in _WITH_ADAM else torch.optim.SGD(model.parameters(), RATE)
+    optimizer = torch.optim.SGD(model.parameters(), RATE) if trial in _WITH_SGD else adam(model.parameters())
     expected = [Expected() for _ in given]
     for step in range(STEPS):
         own = [_own_gradients(model, mine, step, rank) for mine, rank in zip(given, expected)]
@@ -70,7 +70,7 @@ def expect(trial: str, given: list[Given]) -> list[Expected]:
             parameter.grad = sum(parts) / ranks
         if step == 0 and trial == "zero":
             _mistakes_of_updates(model, own, expected)
-        for rank, gradients in zip(expected, own) if trial in ("naive", "hooks", "buckets") else ():
+        for rank, gradients in zip(expected, own) if trial in _WITH_SGD else ():
             _gradients_of(step, model, gradients, rank, ranks)
         optimizer.step()
         for rank in expected if step == 0 and trial == "zero" else ():
