@@ -5,8 +5,8 @@ it, the kernel before it in its stream has ended, and what it waits for in anoth
 after a synchronization when the kernel that it waits for has ended. A collective waits for the last kernel of another
 stream that was launched before it, as torch's process groups do. A trace does not say for which event a stream waits: a
 kernel that starts later than all this explains, just after one in another stream has ended, waited for that one. What
-remains unexplained stays as it was, so that the replay takes as long as the steps did; with a part left out, the result
-is a lower bound of the time, because waits that did not matter in the profiled steps are not known.
+remains unexplained stays as it was, so that the replay takes as long as the steps did. With a part left out, the result
+is an estimate: waits that did not matter in the profiled steps are not known, and delays may change with the rest.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Kernel:
 @dataclass(frozen=True)
 class Path:
     """Seconds per step. `by_part` are those of the path: by kind of kernel, of the CPU (`CPU`), and of unexplained
-    delays (`DELAY`). `without` is what a step would take at least if all of this part took no time; `kernels` the same
+    delays (`DELAY`). `without` is what a step is estimated to take if all of this part took no time; `kernels` the same
     for the kernels of one name, with their seconds on the path."""
 
     seconds: float

@@ -72,9 +72,7 @@ _WATCHDOG = re.compile(
     _WHO + r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<op>\w+).*?"
     r"Timeout\(ms\)=(?P<limit>\d+)"
 )
-_PROGRESS = re.compile(
-    _WHO + r".*last enqueued (?:NCCL )?work: (?P<called>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)"
-)
+_PROGRESS = re.compile(_WHO + r".*last enqueued (?:NCCL )?work: (?P<called>-?\d+), last completed (?:NCCL )?work: ")
 _AGENT_SAYS = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: \d+\)")
 _SUMMARY = re.compile(
     r"^\s*(?:(?P<root>Root Cause)|(?P<failures>Failures:)"
@@ -667,11 +665,12 @@ def _failed(job: Job, explained: bool) -> Iterator[Finding]:
         return
     same = [failure for failure in job.failures if _alike(failure) == _alike(first)]
     others = [failure for failure in job.failures if failure not in same]
+    ordered = all(failure.follows or _is_before(first, failure) for failure in others)
     ranks = [failure.speaker.rank for failure in same if failure.speaker.rank is not None]
     who = ranks_in_words(sorted(ranks)[:_SHOWN], len(job.ranks)) if len(ranks) == len(same) else first.speaker.name
     where = f" ({first.line})" if first.line else ""
     says = shorter(first.says)
-    rest = f"; {counted(len(others), 'other')} failed afterwards" if others else ""
+    rest = f"; {counted(len(others), 'other')} failed {'afterwards' if ordered else 'too'}" if others else ""
     if known is not None:
         title, cause, fix, name = f"{who}: {known.title}{where}", known.cause, known.fix, known.name
     elif first.code == -9 or first.type == "SIGKILL":
@@ -680,10 +679,12 @@ def _failed(job: Job, explained: bool) -> Iterator[Finding]:
         fix = "look for oom-kill in the output of Slurm, in `dmesg`, or for OOMKilled in `kubectl describe pod`; load"
         fix += " less data in each rank, use fewer workers of the data loader, or ask for more memory of the host"
     else:
-        how = "failed in the same way" if len(same) > 1 else "failed first" if others else "failed"
+        how = "failed in the same way" if len(same) > 1 else "failed first" if others and ordered else "failed"
         title, name = f"{who} {how}: {shorter(first.says, 120)}{where}{rest}", "first_failure"
         cause = "this rank raised an exception or exited"
-        cause += "; the others lost a peer, or torchrun ended them" if others else ""
+        if others:
+            lost = "; the others lost a peer, or torchrun ended them"
+            cause += lost if ordered else "; who failed first cannot be told: the lines have no times"
         fix = f"read the traceback in {_file(first.speaker.path)}"
         fix += f", line {first.order:,}" if first.order else ""
         if not first.text:
@@ -692,6 +693,13 @@ def _failed(job: Job, explained: bool) -> Iterator[Finding]:
             fix = "torchrun saw no traceback: add its --log-dir, or decorate main with"
             fix += " torch.distributed.elastic.multiprocessing.errors.record"
     yield Finding(name, "wrong", title, says, cause, fix, tuple(sorted(ranks)[:_SHOWN]))
+
+
+def _is_before(first: Failure, other: Failure) -> bool:
+    """Whether it is known that a failure came first: from torchrun, by times, or by the lines of one file."""
+    if first.root or None not in (first.time, other.time):
+        return True
+    return first.speaker.path == other.speaker.path and 0 < first.order < other.order
 
 
 def _file(path: Path) -> str:
@@ -778,19 +786,22 @@ def _timeouts(job: Job) -> Iterator[Finding]:
     behind = sorted(rank for rank, number in called.items() if number < first.number and rank not in waiting)
     silent = [rank for rank in job.ranks if rank not in alike and rank not in behind] if first.group == "0" else []
     other = next((rank for rank in waiting if alike[rank].op != first.op), None)
-    missing = behind or silent
     if other is not None:
         title = f"rank {first_rank} called {first.words} and rank {other} {alike[other].words}"
         cause = "the ranks call different collectives at this point, so that they wait for each other"
-        missing = [first_rank, other]
-    elif missing:
-        title = f"{ranks_in_words(missing[:_SHOWN])} did not call {first.words}, in which the others waited"
+        concerned = [first_rank, other]
+    elif behind:
+        title = f"{ranks_in_words(behind[:_SHOWN])} did not call {first.words}, in which the others waited"
         cause = "the rank took a different branch, failed, or was still busy"
-        if not behind:
-            cause = "their logs have no line of NCCL's watchdog: they failed, hung before this call, or are not here"
+        concerned = behind
     else:
-        title = f"{first.words} reached its timeout on all ranks that report"
-        cause = "all of them called it: the transfer hung, or a rank whose log is missing here did not call it"
+        title = f"{first.words} reached its timeout on {ranks_in_words(waiting[:_SHOWN])}"
+        cause = "the transfer hung, or a rank whose log is missing here did not call it"
+        concerned = waiting
+        if silent:
+            title += f"; {ranks_in_words(silent[:_SHOWN])} did not report it"
+            cause = "ranks that do not report it never called it, or were ended before their own timeout"
+            concerned = silent
     evidence = f"{ranks_in_words(waiting[:_SHOWN])} waited {first.seconds:g} s in it"
     said = [f"rank {rank}: #{called[rank]}" for rank in [*behind, *waiting][:8] if rank in called]
     evidence += f"; called last: {', '.join(said)}" if said else ""
@@ -803,7 +814,7 @@ def _timeouts(job: Job) -> Iterator[Finding]:
         "look at what these ranks did at that time: their logs, `py-spy dump`, or the dumps of the flight recorder"
         " (nccl_trace_rank_*, which `labkit explain` reads); a data loader or checkpoint that takes longer than the"
         " timeout needs init_process_group(timeout=…)",
-        tuple(missing[:_SHOWN] or waiting[:_SHOWN]),
+        tuple(concerned[:_SHOWN]),
     )
 
 

@@ -549,7 +549,9 @@ def _path_table(path: RankPath | None) -> Table:
         for name, seconds, rest in path.parts
     ]
     return Table(
-        f"Critical path{_where(path.rank)}, and what a step would take at least (replayed)", heads, tuple(rows)
+        f"Critical path{_where(path.rank)}, and what a step would take without a part (replayed, not measured)",
+        heads,
+        tuple(rows),
     )
 
 
