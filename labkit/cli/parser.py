@@ -292,7 +292,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         metavar="NAME",
         help="an exercise such as build_data_parallel.naive; may be repeated (default: all that a file answers)",
     )
-    grade.add_argument("-o", "--output", metavar="FILE.csv", help="output file (default: FOLDER.csv)")
+    grade.add_argument("-o", "--output", metavar="FILE.csv", help="output file (default: FOLDER-grades.csv)")
     grade.add_argument(
         "--timeout",
         type=_number("--timeout", _TIMEOUT),
@@ -468,7 +468,6 @@ _EXTRAS = {
             "explain",
             "gather",
             "glossary",
-            "grade",
             "logs",
             "progress",
             "replay",

@@ -217,7 +217,7 @@ def grade(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
     if not folder.is_dir():
         raise Refused(f"{folder} is not a folder")
-    output = Path(args.output) if args.output else folder.with_suffix(".csv")
+    output = Path(args.output) if args.output else folder.absolute().with_name(f"{folder.absolute().name}-grades.csv")
     say(isolation())
     try:
         rows = graded.grade(
@@ -228,7 +228,10 @@ def grade(args: argparse.Namespace) -> int:
         )
     except LookupError as error:
         raise Refused(error.args[0]) from None
-    graded.write(rows, output)
+    try:
+        graded.write(rows, output)
+    except OSError as error:
+        raise Refused(f"{output} cannot be written: {error.strerror}; name another file with -o", code=1) from None
     right = sum(row.verdict == "right" for row in rows)
     say(f"{right} of {len(rows)} answers are right; the figures are in {output}")
     return 0

@@ -4,10 +4,13 @@ library only."""
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from labkit.common.arguments import shown
 
 _FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
 
@@ -32,3 +35,23 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes", str(Path(path)))
     return content
+
+
+def read_json_object(what: str, path: Path, most: int, must: str) -> dict[str, Any]:
+    """The JSON object in a small file of the user. Raises `ValueError` with one sentence: `what` is the name of the
+    argument, `must` says what the object must be."""
+    named = f"{what} {shown(os.fspath(path))}"
+    try:
+        if path.exists() and not path.is_file():  # a pipe would block
+            raise ValueError(f"{named} must be a file")
+        with open_regular(path) as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise ValueError(f"{named} cannot be read: {error.strerror}") from None
+    try:
+        value = json.loads(content) if len(content) <= most else None
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{named} must be a JSON object {must}")
+    return value

@@ -75,7 +75,7 @@ def test_a_folder_is_graded_and_a_csv_written(folder, capsys):
     assert called("grade", str(folder), "--timeout", "45") == 0
     assert time.monotonic() - began < 240
     printed = capsys.readouterr()
-    with (folder.parent / "class.csv").open(encoding="utf-8") as file:
+    with (folder.parent / "class-grades.csv").open(encoding="utf-8") as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
     verdicts = {name: row["verdict"] for name, row in rows.items()}
     assert verdicts == {

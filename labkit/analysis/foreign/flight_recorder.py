@@ -18,12 +18,10 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, Literal, NamedTuple
 
-import msgspec
-
 from labkit.analysis.diagnose.finding import Finding
 from labkit.analysis.foreign.chrome import Content
 from labkit.analysis.foreign.page import ForeignError, Page, Table
-from labkit.analysis.foreign.pickles import NoPlainPickle, plain_pickle
+from labkit.analysis.foreign.pickles import as_dict, as_list, as_number, plain_value
 from labkit.common.reading import open_regular
 from labkit.common.units import counted, ranks_in_words, size
 
@@ -94,20 +92,22 @@ def read_dump(path: Path) -> Dump:
         raise ForeignError(
             f"{path} has more than {size(_LARGEST)}; record fewer calls: set TORCH_FR_BUFFER_SIZE to 20000 or less"
         )
-    dump = _value(data, path)
+    dump = plain_value(data, path, "the file of the flight recorder")
     entries = dump.get("entries") if isinstance(dump, dict) else None
     if not isinstance(entries, list):
         raise ForeignError(f"{path} has no list entries, so it is no dump of torch's flight recorder; name such dumps")
-    config, status = (dict(islice(_dict(dump.get(name)).items(), _MOST_GROUPS)) for name in ("pg_config", "pg_status"))
+    config, status = (
+        dict(islice(as_dict(dump.get(name)).items(), _MOST_GROUPS)) for name in ("pg_config", "pg_status")
+    )
     once = _Once()
-    members = {_text(name): once(_ranks, _dict(group).get("ranks")) for name, group in config.items()}
+    members = {_text(name): once(_ranks, as_dict(group).get("ranks")) for name, group in config.items()}
     return Dump(
         path,
         _rank(path, dump.get("rank")),
         _text(dump.get("version")),
         [_entry(entry, once) for entry in entries[-_MOST_ENTRIES:] if isinstance(entry, dict)],
         {name: ranks for name, ranks in members.items() if ranks},
-        {_text(name): _number(_dict(group).get("last_enqueued_collective")) for name, group in status.items()},
+        {_text(name): as_number(as_dict(group).get("last_enqueued_collective")) for name, group in status.items()},
     )
 
 
@@ -122,18 +122,6 @@ class _Once:
         if key not in self._known:
             self._known[key] = convert(value)
         return self._known[key]
-
-
-def _value(data: bytes, path: Path) -> Any:
-    if not data.lstrip().startswith(b"{"):
-        try:
-            return plain_pickle(data)
-        except NoPlainPickle as error:
-            raise ForeignError(f"{path} is not opened: {error}; copy the file of the flight recorder again") from None
-    try:
-        return msgspec.json.decode(data)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ForeignError(f"{path} is not JSON: {error}; copy the file of the flight recorder again") from None
 
 
 def _rank(path: Path, inside: Any) -> int:
@@ -154,7 +142,7 @@ def _entry(entry: dict[str, Any], once: _Once) -> Entry:
         group=_text(name),
         description=_text(description),
         group_id=_text(entry.get("pg_id")),
-        number=_number(entry.get("p2p_seq_id" if p2p else "collective_seq_id")),
+        number=as_number(entry.get("p2p_seq_id" if p2p else "collective_seq_id")),
         op=_text(entry.get("profiling_name")).rpartition(":")[2] or "unknown operation",
         state="completed" if done else _text(entry.get("state")) or "unknown",
         inputs=once(_shapes, entry.get("input_sizes")),
@@ -162,8 +150,8 @@ def _entry(entry: dict[str, Any], once: _Once) -> Entry:
         input_types=once(_texts, entry.get("input_dtypes")),
         output_types=once(_texts, entry.get("output_dtypes")),
         p2p=p2p,
-        record=_number(entry.get("record_id")),
-        created=_number(entry.get("time_created_ns")),
+        record=as_number(entry.get("record_id")),
+        created=as_number(entry.get("time_created_ns")),
         where=once(_where, entry.get("frames")),
     )
 
@@ -171,8 +159,8 @@ def _entry(entry: dict[str, Any], once: _Once) -> Entry:
 def _where(frames: Any) -> str:
     """The innermost frame outside of libraries, `train.py:88`; the innermost frame if there is no other."""
     innermost = ""
-    for frame in _list(frames)[:_MOST_FRAMES]:
-        filename, line = _text(_dict(frame).get("filename")), _number(_dict(frame).get("line"))
+    for frame in as_list(frames)[:_MOST_FRAMES]:
+        filename, line = _text(as_dict(frame).get("filename")), as_number(as_dict(frame).get("line"))
         name, library = _file(filename)
         if name and not library:
             return f"{name}:{line}"
@@ -186,35 +174,23 @@ def _file(path: str) -> tuple[str, bool]:
     return PurePath(path).name, _LIBRARY.search(path) is not None
 
 
-def _dict(value: Any) -> dict[Any, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
 def _text(value: Any) -> str:
     return str(value)[:_LONGEST] if isinstance(value, str) or (type(value) is int and abs(value) < 1 << 63) else ""
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(map(_text, _list(value)[:_MOST_TENSORS]))
-
-
-def _number(value: Any) -> int:
-    return value if type(value) is int and abs(value) < 1 << 63 else -1
+    return tuple(map(_text, as_list(value)[:_MOST_TENSORS]))
 
 
 def _shapes(value: Any) -> Shapes:
-    tensors = [_list(tensor)[:_MOST_DIMENSIONS] for tensor in _list(value)[:_MOST_TENSORS]]
-    return tuple(tuple(map(_number, tensor)) for tensor in tensors)
+    tensors = [as_list(tensor)[:_MOST_DIMENSIONS] for tensor in as_list(value)[:_MOST_TENSORS]]
+    return tuple(tuple(map(as_number, tensor)) for tensor in tensors)
 
 
 def _ranks(value: Any) -> tuple[int, ...]:
     """The ranks of a group, which the file has as a list or as text such as `[0, 1]`."""
     numbers = [int(text) for text in re.findall(r"\d{1,7}", value[: 8 * _MOST_RANKS])] if isinstance(value, str) else []
-    numbers = numbers or [rank for rank in _list(value) if type(rank) is int and 0 <= rank < _MOST_RANKS]
+    numbers = numbers or [rank for rank in as_list(value) if type(rank) is int and 0 <= rank < _MOST_RANKS]
     return tuple(sorted(set(numbers)))
 
 

@@ -16,11 +16,9 @@ from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-import msgspec
-
 from labkit.analysis.foreign.chrome import Content
 from labkit.analysis.foreign.page import ForeignError
-from labkit.analysis.foreign.pickles import NoPlainPickle, plain_pickle
+from labkit.analysis.foreign.pickles import as_dict, as_list, as_number, plain_value
 from labkit.common.reading import open_regular
 from labkit.common.units import size
 
@@ -87,7 +85,7 @@ def read_contents(path: Path) -> Contents:
         data = Content(file, path).read(_LARGEST + 1)
     if len(data) > _LARGEST:
         raise ForeignError(f"{path} has more than {size(_LARGEST)}; {_RECORD_LESS}")
-    content = _value(data, path)
+    content = plain_value(data, path, "the memory snapshot")
     del data
     content = {"segments": content} if isinstance(content, list) else content  # torch.cuda.memory_snapshot()
     if not isinstance(content, dict) or not isinstance(content.get("segments"), list):
@@ -95,37 +93,25 @@ def read_contents(path: Path) -> Contents:
     stacks = _Stacks()
     segments: dict[int, list[Segment]] = defaultdict(list)
     for segment in content["segments"]:
-        if isinstance(segment, dict) and 0 <= _number(segment.get("device")) < _MOST_DEVICES:
+        if isinstance(segment, dict) and 0 <= as_number(segment.get("device")) < _MOST_DEVICES:
             segments[segment["device"]].append(_segment(segment, stacks))
     events = {
-        device: [_event(event, stacks) for event in _list(trace) if isinstance(event, dict)]
-        for device, trace in enumerate(_list(content.get("device_traces"))[:_MOST_DEVICES])
+        device: [_event(event, stacks) for event in as_list(trace) if isinstance(event, dict)]
+        for device, trace in enumerate(as_list(content.get("device_traces"))[:_MOST_DEVICES])
         if trace
     }
     return Contents(
-        settings=_text(_dict(content.get("allocator_settings")).get("PYTORCH_CUDA_ALLOC_CONF")),
+        settings=_text(as_dict(content.get("allocator_settings")).get("PYTORCH_CUDA_ALLOC_CONF")),
         segments=segments,
         events=events,
         steps=_optimizer_steps(content.get("external_annotations")),
     )
 
 
-def _value(data: bytes, path: Path) -> Any:
-    if data.startswith(b"\x80"):
-        try:
-            return plain_pickle(data)
-        except NoPlainPickle as error:
-            raise ForeignError(f"{path} is not opened: {error}; copy the memory snapshot again") from None
-    try:
-        return msgspec.json.decode(data)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ForeignError(f"{path} is not JSON: {error}; copy the memory snapshot again") from None
-
-
 def _segment(segment: dict[str, Any], stacks: _Stacks) -> Segment:
     address, blocks = _bytes(segment.get("address")), []
     at = address
-    for block in _list(segment.get("blocks")):
+    for block in as_list(segment.get("blocks")):
         if not isinstance(block, dict):
             continue
         at = _bytes(block["address"]) if "address" in block else at
@@ -136,7 +122,7 @@ def _segment(segment: dict[str, Any], stacks: _Stacks) -> Segment:
         blocks.append(Block(at, length, requested, active, state == "active_allocated", stack))
         at += length
     pool = segment.get("segment_pool_id")
-    pool = (_number(pool[0]), _number(pool[1])) if isinstance(pool, (list, tuple)) and len(pool) == 2 else (0, 0)
+    pool = (as_number(pool[0]), as_number(pool[1])) if isinstance(pool, (list, tuple)) and len(pool) == 2 else (0, 0)
     small, expandable = segment.get("segment_type") == "small", segment.get("is_expandable") is True
     return Segment(address, _bytes(segment.get("total_size")), small, pool, expandable, blocks)
 
@@ -168,26 +154,14 @@ _WITH_STACK = {"alloc", "oom"}
 def _optimizer_steps(annotations: Any) -> dict[int, list[int]]:
     """By device, the times in microseconds at which `Optimizer.step` began, which torch 2.6 and later record."""
     times: dict[int, list[int]] = defaultdict(list)
-    for annotation in map(_dict, _list(annotations)):
+    for annotation in map(as_dict, as_list(annotations)):
         if annotation.get("stage") == "START" and _text(annotation.get("name")).startswith("Optimizer.step"):
-            times[_number(annotation.get("device"))].append(_bytes(annotation.get("time_us")))
+            times[as_number(annotation.get("device"))].append(_bytes(annotation.get("time_us")))
     return times
-
-
-def _dict(value: Any) -> dict[Any, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _text(value: Any) -> str:
     return value[:_LONGEST] if isinstance(value, str) else ""
-
-
-def _number(value: Any) -> int:
-    return value if type(value) is int and abs(value) < 1 << 63 else -1
 
 
 def _bytes(value: Any) -> int:
@@ -271,7 +245,7 @@ class _Stacks:
         return stack
 
     def _frame(self, frame: Any) -> Frame:
-        content = _dict(frame)
+        content = as_dict(frame)
         converted = _frame(_text(content.get("filename")), _bytes(content.get("line")), _text(content.get("name")))
         self._by_id[id(frame)] = converted
         return converted

@@ -1,4 +1,6 @@
-"""A reader of pickles that contain only plain values: dicts, lists, tuples, texts, numbers, booleans and None.
+"""Files that are a pickle of plain values or JSON, as torch writes its dumps and snapshots.
+
+A reader of pickles that contain only plain values: dicts, lists, tuples, texts, numbers, booleans and None.
 
 It is no unpickler with a filter: opcodes that import a name, call something or build an object do not exist here, so a
 file cannot execute anything. Memory and time are proportional to the size of the file. The opcodes: `pickletools` of
@@ -8,9 +10,42 @@ the standard library.
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from labkit.analysis.foreign.page import ForeignError
+
 _LONGEST_INTEGER = 32  # bytes
+
+
+def plain_value(data: bytes, path: Path, what: str) -> Any:
+    """The value of a file that is a plain pickle or JSON. Raises `ForeignError`; `what` is its name in words."""
+    if data.startswith(b"\x80"):
+        try:
+            return plain_pickle(data)
+        except NoPlainPickle as error:
+            raise ForeignError(f"{path} is not opened: {error}; copy {what} again") from None
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ForeignError(f"{path} is not JSON: {error}; copy {what} again") from None
+
+
+def as_dict(value: Any) -> dict[Any, Any]:
+    """A dict; an empty one for a value of another type."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list; an empty one for a value of another type."""
+    return value if isinstance(value, list) else []
+
+
+def as_number(value: Any) -> int:
+    """An integer of at most 64 bits; -1 for any other value."""
+    return value if type(value) is int and abs(value) < 1 << 63 else -1
 
 
 class NoPlainPickle(ValueError):

@@ -3,7 +3,6 @@ sentence."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.common.arguments import Number, check_choice, check_path, shown
+from labkit.common.reading import read_json_object
 from labkit.common.text import visible_line
 from labkit.common.units import size
 from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE, DEVICES, Device, Link, Rate
@@ -55,7 +55,7 @@ def machine_of(value: Any) -> Device:
 
 
 def _of_file(path: Path) -> Device:
-    said = _read(path)
+    said = read_json_object("machine", path, _LIMIT, 'such as {"like": "h100x8"}')
     row = DEVICES[check_choice(f"{path}: like", said.get("like"), ACCELERATED)]
     unknown = [name for name in said if name not in (*_FIGURES, "like", "name", "tflops")]
     if unknown:
@@ -102,23 +102,6 @@ def _faster(link: Link, bandwidth: float, path: Path) -> Link:
     ratio = bandwidth * 1e9 / link.simple.bandwidth
     low = Rate(link.low_latency.hop, link.low_latency.bandwidth * ratio)
     return replace(link, simple=Rate(link.simple.hop, bandwidth * 1e9), low_latency=low, source=str(path))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        if path.exists() and not path.is_file():  # a pipe would block
-            raise ValueError(f"machine {shown(str(path))} must be a file")
-        with path.open("rb") as file:
-            text = file.read(_LIMIT + 1)
-    except OSError as error:
-        raise ValueError(f"machine {shown(str(path))} cannot be read: {error.strerror}") from None
-    try:
-        said = json.loads(text) if len(text) <= _LIMIT else None
-    except (ValueError, RecursionError):
-        said = None
-    if not isinstance(said, dict):
-        raise ValueError(f'machine {shown(str(path))} must be a JSON object such as {{"like": "h100x8"}}')
-    return said
 
 
 WHOLE = {"devices": Number(int, 1, MOST_DEVICES), "sequence": Number(int, 1, 1 << 24)}

@@ -6,9 +6,7 @@ samples, h width, a heads, L layers, t ranks of tensor parallelism, v entries of
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.common.arguments import Number, check_choice, check_path, shown
+from labkit.common.reading import read_json_object
 from labkit.common.text import visible_line
 from labkit.common.units import size
 from labkit.plan.spec import Spec
@@ -288,7 +287,9 @@ def of_config(value: Any) -> Model:
     """The decoder that a Hugging Face style config.json describes, by its path or that of its folder. Raises
     `ValueError`, one sentence."""
     path = Path(check_path("config", value))
-    said = _read(path)
+    said = read_json_object(
+        "config", path / "config.json" if path.is_dir() else path, _LIMIT, f"of at most {size(_LIMIT, 0)}"
+    )
     said = said["text_config"] if isinstance(said.get("text_config"), dict) else said  # of a model with images
     for name in _EXPERTS:
         if said.get(name):
@@ -323,24 +324,6 @@ def of_config(value: Any) -> Model:
     )
     name = kind or visible_line(path.stem)
     return _titled(found, f"{name} with {parameters_in_words(found.parameters)} parameters")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = path / "config.json" if path.is_dir() else path
-        if found.exists() and not found.is_file():  # a pipe would block
-            raise ValueError(f"config {shown(os.fspath(path))} must be a file")
-        with found.open("rb") as file:
-            text = file.read(_LIMIT + 1)
-    except OSError as error:
-        raise ValueError(f"config {shown(os.fspath(path))} cannot be read: {error.strerror}") from None
-    try:
-        said = json.loads(text) if len(text) <= _LIMIT else None
-    except (ValueError, RecursionError):
-        said = None
-    if not isinstance(said, dict):
-        raise ValueError(f"config {shown(os.fspath(path))} must be a JSON object of at most {size(_LIMIT, 0)}")
-    return said
 
 
 def _size(path: Path, said: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
