@@ -37,11 +37,13 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
     return content
 
 
-def read_json_object(what: str, path: Path, most: int, must: str) -> dict[str, Any]:
-    """The JSON object in a small file of the user. Raises `ValueError` with one sentence: `what` is the name of the
-    argument, `must` says what the object must be."""
+def read_json_object(what: str, path: Path, most: int, must: str, in_folder: str = "") -> dict[str, Any]:
+    """The JSON object in a small file of the user, or in the file `in_folder` of a folder. Raises `ValueError` with one
+    sentence: `what` is the name of the argument, `must` says what the object must be."""
     named = f"{what} {shown(os.fspath(path))}"
     try:
+        if in_folder and path.is_dir():
+            return read_json_object(what, path / in_folder, most, must)
         if path.exists() and not path.is_file():  # a pipe would block
             raise ValueError(f"{named} must be a file")
         with open_regular(path) as file:

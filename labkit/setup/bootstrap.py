@@ -121,8 +121,14 @@ def _add(extras: Sequence[str]) -> None:
 
 
 def _is_ready(extras: Sequence[str]) -> bool:
-    state = _state()
-    return state.get("made_from") == _made_from() and _asked(extras) <= set(state.get("extras", ()))
+    """Whether `.venv` is up to date and has these extras: because they were asked for, or, seen from inside, because
+    other extras brought the same packages."""
+    state, asked = _state(), _asked(extras)
+    if state.get("made_from") != _made_from():
+        return False
+    if asked <= set(state.get("extras", ())):
+        return True
+    return environment.is_own() and all(package.met for package in environment.requirements(*asked))
 
 
 def _asked(extras: Sequence[str]) -> set[str]:

@@ -99,6 +99,21 @@ def test_another_extra_or_version_is_added_to_the_environment(calls, monkeypatch
     assert calls[5][1][-1].endswith("[lab,test,torch]")  # installed extras are kept
 
 
+def test_packages_that_another_extra_brought_are_not_installed_again(calls, monkeypatch):
+    having(monkeypatch, lacks=["torch"], torch=False)
+    with pytest.raises(Handed):
+        bootstrap.ensure(("test",), ["test"])
+    assert bootstrap._state()["extras"] == ["lab", "test", "torch"]
+    having(monkeypatch, own=True)
+    bootstrap.ensure(("handout",), ["handout"])
+    bootstrap.ensure(("mcp",), ["mcp"])
+    assert [call[0] for call in calls] == ["create", "install", "become"]
+    monkeypatch.setattr(Requirement, "met", property(lambda package: package.name != "mcp"))
+    with pytest.raises(Handed):
+        bootstrap.ensure(("mcp",), ["mcp"])
+    assert [call[0] for call in calls[3:]] == ["install", "become"]
+
+
 def test_interrupted_setup_starts_again(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
 

@@ -287,9 +287,7 @@ def of_config(value: Any) -> Model:
     """The decoder that a Hugging Face style config.json describes, by its path or that of its folder. Raises
     `ValueError`, one sentence."""
     path = Path(check_path("config", value))
-    said = read_json_object(
-        "config", path / "config.json" if path.is_dir() else path, _LIMIT, f"of at most {size(_LIMIT, 0)}"
-    )
+    said = read_json_object("config", path, _LIMIT, f"of at most {size(_LIMIT, 0)}", in_folder="config.json")
     said = said["text_config"] if isinstance(said.get("text_config"), dict) else said  # of a model with images
     for name in _EXPERTS:
         if said.get(name):
