@@ -462,6 +462,12 @@ def test_batches_that_wait_in_a_loader_with_workers_are_not_counted(written):
         ("if float(loss.detach()) > 0.01: dist.all_reduce(torch.zeros(4))", True),
         ("if math.exp(loss.item()) > 20: dist.all_reduce(torch.zeros(4))", True),
         ("if round(float(loss), 3) > 2: dist.all_reduce(torch.zeros(4))", True),
+        ("import numpy as np\n    if np.mean([loss.item()] * 3) > 0.5: dist.all_reduce(torch.zeros(4))", True),
+        (
+            "from statistics import fmean\n    from collections import deque\n"
+            "    if fmean(deque([loss.item()])) > 0.5: dist.all_reduce(torch.zeros(4))",
+            True,
+        ),
         ("if loss.tolist() > 0.01: dist.all_reduce(torch.zeros(4))", True),
         ("if bool(loss.item()): dist.all_reduce(torch.zeros(4))", True),
         (
@@ -474,7 +480,7 @@ def test_batches_that_wait_in_a_loader_with_workers_are_not_counted(written):
 def test_a_decision_by_a_number_of_the_data_is_named_if_the_step_depends_on_it(written, decision, matters):
     plan = predict(written(DECIDING.replace("DECISION", decision), nproc=2))
     assert plan.method == "simulated"
-    line = 1 + DECIDING.splitlines().index("    DECISION")
+    line = 1 + DECIDING.splitlines().index("    DECISION") + decision.count("\n")
     said = f"train.py:{line} decides by a number that depends on the data; the prediction has 1 for it"
     assert plan.reason == (said if matters else "")
 

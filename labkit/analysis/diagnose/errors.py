@@ -62,7 +62,11 @@ def _says(state: RunState, known: KnownError, rank: int | None, text: str) -> bo
 def _evidence(known: KnownError, text: str) -> str:
     """The first line, the line with the error if it is another one, and what NCCL adds as its last error."""
     first, *more = text.strip().splitlines()
-    line = "" if re.search(known.pattern, first) else next((one for one in more if re.search(known.pattern, one)), "")
+    line = (
+        ""
+        if re.search(known.pattern, first)
+        else next((later for later in more if re.search(known.pattern, later)), "")
+    )
     last = "\n".join(more).rpartition("Last error:")[2] if "Last error:" in "\n".join(more) else ""
     return shorter(" ".join(filter(None, (first, line.strip(), last))))
 

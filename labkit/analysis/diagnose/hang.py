@@ -71,12 +71,12 @@ def _needs(event: Waiting, others: Mapping[int, Waiting]) -> bool:
     message, op = message_of(event), first_pending(event)
     if message is not None:
         return message.peer in others
-    return op is not None and any(one in others and not _has_called(others[one], op) for one in op["ranks"])
+    return op is not None and any(rank in others and not _has_called(others[rank], op) for rank in op["ranks"])
 
 
 def _has_called(event: Waiting, op: Call) -> bool:
-    calls = (one for one in operations(event) if group_of(one) == group_of(op))
-    return any(one["seq"] > op["seq"] or same(one, op) for one in calls)
+    calls = (call for call in operations(event) if group_of(call) == group_of(op))
+    return any(call["seq"] > op["seq"] or same(call, op) for call in calls)
 
 
 def silent(state: RunState) -> dict[int, Silent]:
@@ -266,7 +266,7 @@ def crossing(events: Mapping[int, Waiting]) -> list[int]:
     completed = {number: [op for op in operations(event) if op["over"]] for number, event in events.items()}
 
     def has_completed(other: int, op: Call) -> bool:
-        return any(group_of(one) == group_of(op) and one["seq"] >= op["seq"] for one in completed[other])
+        return any(group_of(call) == group_of(op) and call["seq"] >= op["seq"] for call in completed[other])
 
     def is_elsewhere(other: int, op: Call) -> bool:
         return other in messages or (other in pending and group_of(pending[other]) != group_of(op))
@@ -284,14 +284,16 @@ def crossing(events: Mapping[int, Waiting]) -> list[int]:
 
 def meet(messages: Mapping[int, Collective], number: int) -> bool:
     """Whether the peer of a rank's message does the opposite: one sends to the other, which receives from it."""
-    one = messages[number]
-    other = messages.get(-1 if one.peer is None else one.peer)
-    return other is not None and other.peer == number and other.op != one.op
+    message = messages[number]
+    other = messages.get(-1 if message.peer is None else message.peer)
+    return other is not None and other.peer == number and other.op != message.op
 
 
 def _circle(following: Mapping[int, list[int]]) -> list[int]:
     """A cycle in a graph, preferably of two nodes; empty if there is none."""
-    pair = next(([one, other] for one, others in following.items() for other in others if one in following[other]), [])
+    pair = next(
+        ([node, other] for node, others in following.items() for other in others if node in following[other]), []
+    )
     if pair:
         return pair
     done: set[int] = set()
@@ -378,29 +380,31 @@ def apart(state: RunState) -> Apart | None:
     """
     groups: dict[tuple[Any, ...], dict[int, Sequence]] = {}
     for number, rank in sorted(state.ranks.items()):
-        for one in rank.called.groups if rank.called else ():
-            groups.setdefault((one.group, one.id, tuple(one.ranks)), {})[number] = one
-    found = (_parts(ranks) for ranks in groups.values() if len(ranks) > 1)
-    return next((one for one in found if one is not None), None)
+        for sequence in rank.called.groups if rank.called else ():
+            groups.setdefault((sequence.group, sequence.id, tuple(sequence.ranks)), {})[number] = sequence
+    partings = (_parts(ranks) for ranks in groups.values() if len(ranks) > 1)
+    return next((parting for parting in partings if parting is not None), None)
 
 
 def _parts(sequences: Mapping[int, Sequence]) -> Apart | None:
-    begin = max(one.first for one in sequences.values())
-    for number in range(begin, max(one.first + len(one.calls) for one in sequences.values())):
-        kinds = {rank: kind for rank, one in sequences.items() if (kind := _call(one, number)) is not None}
+    begin = max(sequence.first for sequence in sequences.values())
+    for number in range(begin, max(sequence.first + len(sequence.calls) for sequence in sequences.values())):
+        kinds = {rank: kind for rank, sequence in sequences.items() if (kind := _call(sequence, number)) is not None}
         common = [
-            rank for rank, kind in kinds.items() if sum(_alike(kind, one) for one in kinds.values()) * 2 > len(kinds)
+            rank
+            for rank, kind in kinds.items()
+            if sum(_alike(kind, other) for other in kinds.values()) * 2 > len(kinds)
         ]
         if len(common) == len(kinds):
             continue
         odd = tuple(rank for rank in kinds if rank not in common)
-        one = next(iter(sequences.values()))
+        sequence = next(iter(sequences.values()))
         call: Call = {
             "op": "",
             "over": True,
-            "group": one.group,
-            "id": one.id,
-            "ranks": tuple(one.ranks),
+            "group": sequence.group,
+            "id": sequence.id,
+            "ranks": tuple(sequence.ranks),
             "seq": 0,
             "sizes": [],
         }
@@ -411,15 +415,15 @@ def _parts(sequences: Mapping[int, Sequence]) -> Apart | None:
 def _how(sequences: Mapping[int, Sequence], kinds: Mapping[int, CallKind], number: int) -> str:
     first = min(kinds)
     other = next(rank for rank in kinds if not _alike(kinds[rank], kinds[first]))
-    one, two = kinds[first], kinds[other]
+    ours, theirs = kinds[first], kinds[other]
     if len({kind.thread for kind in kinds.values()}) > 1:
         return "thread"
     later, earlier = _call(sequences[first], number + 1), _call(sequences[other], number + 1)
-    skips = later is not None and _alike(later, two), earlier is not None and _alike(earlier, one)
-    rest = range(number + 1, number + 1 + max(map(len, (each.calls for each in sequences.values()))))
-    after = ((_call(sequences[first], each), _call(sequences[other], each)) for each in rest)
-    if one.op == two.op and all(left is None or right is None or _alike(left, right) for left, right in after):
-        return "size" if one.dtypes == two.dtypes else "dtype"
+    skips = later is not None and _alike(later, theirs), earlier is not None and _alike(earlier, ours)
+    rest = range(number + 1, number + 1 + max(map(len, (sequence.calls for sequence in sequences.values()))))
+    after = ((_call(sequences[first], position), _call(sequences[other], position)) for position in rest)
+    if ours.op == theirs.op and all(left is None or right is None or _alike(left, right) for left, right in after):
+        return "size" if ours.dtypes == theirs.dtypes else "dtype"
     return "order" if all(skips) else "extra" if any(skips) else "branch"
 
 
@@ -499,7 +503,7 @@ def _silent(state: RunState) -> Finding | None:
         return None
     number, event = next(iter(sorted(unheard.items())))
     is_stopped, at = event.process in STOPPED, place(event.stack)
-    those = [one for one, each in unheard.items() if (each.process in STOPPED) is is_stopped]
+    those = [rank for rank, report in unheard.items() if (report.process in STOPPED) is is_stopped]
     verb = "has" if len(those) == 1 else "have"
     lasts = f"for {_seconds(unheard.values()):.0f} s"
     if is_stopped:
@@ -514,7 +518,7 @@ def _silent(state: RunState) -> Finding | None:
         kind="wrong",
         title=title + _others_wait(others),
         evidence="; ".join(
-            [*(_silent_in_words(state, one, each) for one, each in sorted(unheard.items())), *_described(others)]
+            [*(_silent_in_words(state, rank, report) for rank, report in sorted(unheard.items())), *_described(others)]
         ),
         cause=(
             "a signal stopped the process (SIGSTOP, Ctrl-Z, a debugger, a batch system): it keeps its memory but "
@@ -530,7 +534,7 @@ def _silent(state: RunState) -> Finding | None:
                 "process"
             )
         ),
-        ranks=(*those, *(one for one in others if one not in those)),
+        ranks=(*those, *(rank for rank in others if rank not in those)),
     )
 
 
@@ -669,7 +673,7 @@ def _unanswered(state: RunState) -> Finding | None:
         evidence="; ".join([*_described(held_up), *away]),
         cause=cause,
         fix=fix,
-        ranks=(peer, *(one for one in held_up if one != peer)),
+        ranks=(peer, *(rank for rank in held_up if rank != peer)),
     )
 
 
@@ -773,7 +777,7 @@ def _waits(state: RunState) -> Finding | None:
         absent: tuple[int, ...] = tuple(rank for rank in range(state.world_size) if rank not in held_up)
     else:
         first, absent = _awaited(pending)
-        inside = [number for number, one in pending.items() if same(one, first)]
+        inside = [number for number, op in pending.items() if same(op, first)]
         title = f"{ranks_in_words(inside)} waited for {lasts:.0f} s in {in_words(first)}"
         title += _common_place(held_up[number] for number in inside)
         everyone = "; all ranks of its group have reached it" if first["ranks"] else ""
@@ -815,7 +819,7 @@ def _not_reached(state: RunState, held_up: Mapping[int, Waiting], absent: Iterab
     if any(number not in state.ranks for number in away):
         return _NOT_STARTED if not on_hosts(state, away) else _NOT_CALLED
     if away:
-        return _EVALUATES if all(state.ranks[one].activity == "evaluating" for one in away) else _STILL_RUNS
+        return _EVALUATES if all(state.ranks[rank].activity == "evaluating" for rank in away) else _STILL_RUNS
     return _NOT_CALLED if all(first_pending(held_up[number]) for number in absent) else _ELSEWHERE
 
 

@@ -72,7 +72,7 @@ def nothing_sent(state: RunState) -> Iterator[Finding]:
     ranks = [rank for rank in state.ranks.values() if _trained(rank)]
     if len(ranks) < 2 or not all(look.silent for rank in ranks for look in _in_steps(rank)[-1:]):
         return
-    model = next((one for one in _models(ranks[0]) if one.ranks or one.sharded), None)
+    model = next((model for model in _models(ranks[0]) if model.ranks or model.sharded), None)
     if model is None and (not _alike(ranks) or _apart(ranks, 0, _names(ranks[0], "parameter"))):
         return  # nothing says that the ranks train the same model
     step = _in_steps(ranks[0])[-1].step
@@ -214,7 +214,7 @@ def _surplus(state: RunState, ranks: Sequence[RankState], group: str) -> Surplus
         {look.step: look.calls[group] for look in rank.looks if group in look.calls and not look.end} for rank in ranks
     ]
     steps = sorted(set.intersection(*map(set, counts)))
-    equal = [step for step in steps if len({each[step] for each in counts}) == 1]
+    equal = [step for step in steps if len({calls[step] for calls in counts}) == 1]
     ends = {rank.rank: look for rank in ranks for look in rank.looks if look.end and group in look.calls}
     failure = state.failure
     lost = failure is not None and (failure.left or PEER_GONE.search(f"{failure.type}: {failure.message}"))
@@ -227,7 +227,7 @@ def _surplus(state: RunState, ranks: Sequence[RankState], group: str) -> Surplus
     words = "the default group" if group == _DEFAULT else f"group #{group}"
     if first is not None:
         last = max((step for step in equal if step < first), default=None)
-        calls = {rank.rank: each[first] for rank, each in zip(ranks, counts)}
+        calls = {rank.rank: calls_of_rank[first] for rank, calls_of_rank in zip(ranks, counts)}
         before = f" after step {first}" + ("" if last is None else f", equally many after step {last}")
         return Surplus(words, calls, before, _between(last, first))
     for rank, look in ends.items() if lost else ():
@@ -266,28 +266,28 @@ def tied_apart(state: RunState) -> Iterator[Finding]:
     ranks = [rank for rank in state.ranks.values() if _trained(rank)]
     if not any(rank.traffic and "send" in rank.traffic.ops for rank in ranks):
         return
-    for number, one in enumerate(ranks):
+    for number, rank in enumerate(ranks):
         for other in ranks[number + 1 :]:
-            copies = [(a, b) for a in _matrices(one) for b in _matrices(other) if _same(one, a, other, b)]
+            copies = [(a, b) for a in _matrices(rank) for b in _matrices(other) if _same(rank, a, other, b)]
             if len(copies) != 1:
                 continue  # none, or layers that were made with the same seed
             (mine, yours) = copies[0]
-            steps = {look.step for look in _in_steps(one)} & {look.step for look in _in_steps(other)}
-            parted = [step for step in sorted(steps) if not _same(one, mine, other, yours, step)]
+            steps = {look.step for look in _in_steps(rank)} & {look.step for look in _in_steps(other)}
+            parted = [step for step in sorted(steps) if not _same(rank, mine, other, yours, step)]
             if len(parted) < _LOOKS or len(parted) < _MOST * len([step for step in steps if step >= parted[0]]):
                 continue
             names = (
-                f"{_called(one, [mine])[0]} on rank {one.rank} and {_called(other, [yours])[0]} on rank {other.rank}"
+                f"{_called(rank, [mine])[0]} on rank {rank.rank} and {_called(other, [yours])[0]} on rank {other.rank}"
             )
             yield Finding(
                 name="tied_apart",
                 kind="wrong",
                 title=f"{names} were equal at the start, and differ from step {parted[0]} on",
-                evidence=f"shape {_tensors(one)[mine].shape}; equal sums before the first step, different ones after "
+                evidence=f"shape {_tensors(rank)[mine].shape}; equal sums before the first step, different ones after "
                 f"{counted(len(parted), 'observed step')}",
                 cause="each stage updates its copy of the tied weight with its own part of the gradient",
                 fix="all-reduce the sum of both gradients between the two stages before step(), or untie the weights",
-                ranks=(one.rank, other.rank),
+                ranks=(rank.rank, other.rank),
             )
 
 
@@ -310,7 +310,7 @@ def _replicas(state: RunState) -> Iterator[tuple[list[RankState], TrackedModel |
         for model in _models(rank):
             if model.ranks and tuple(model.ranks) not in seen:
                 seen.add(tuple(model.ranks))
-                members = [one for one in ranks if one.rank in model.ranks]
+                members = [member for member in ranks if member.rank in model.ranks]
                 if len(members) == len(model.ranks) > 1 and _alike(members):
                     yield members, model
     own = state.asked is None and not seen and not any(model.sharded for rank in ranks for model in _models(rank))
@@ -338,7 +338,7 @@ def _all_reduces_gradients(ranks: Sequence[RankState]) -> bool:
     if len(ranks) < 2 or not _alike(ranks) or not _separate(ranks, known=True):
         return False
     traffic = [rank.traffic for rank in ranks if rank.traffic]
-    sizes = [one.ops["all_reduce"].bytes if set(one.ops) == {"all_reduce"} else 0 for one in traffic]
+    sizes = [sent.ops["all_reduce"].bytes if set(sent.ops) == {"all_reduce"} else 0 for sent in traffic]
     sharded = any(model.sharded for rank in ranks for model in _models(rank))
     return len(sizes) == len(ranks) and not sharded and min(sizes) >= _ALL_GRADIENTS * _elements(ranks[0])
 
@@ -446,7 +446,7 @@ def _factors(ranks: Sequence[RankState], step: int) -> list[float] | None:
     used = [look.used for rank in ranks if (look := _look_at(rank, step)) is not None and look.used]
     if len(used) < len(ranks) or not all(size > 0 and math.isfinite(size) for _, size in used):
         return None
-    signed, sizes = ([one[which] for one in used] for which in (0, 1))
+    signed, sizes = ([pair[which] for pair in used] for which in (0, 1))
     least = min(sizes)
     shares = [value / size for value, size in zip(signed, sizes)]
     return [size / least for size in sizes] if max(shares) - min(shares) < _APART else None
@@ -455,10 +455,10 @@ def _factors(ranks: Sequence[RankState], step: int) -> list[float] | None:
 def _drift_by_hand(ranks: list[RankState], everything: bool) -> tuple[str, str, str] | None:
     """The same for a script that synchronises by itself."""
     traffic = [rank.traffic for rank in ranks if rank.traffic]
-    operations = {name for one in traffic for name in one.ops}
+    operations = {name for sent in traffic for name in sent.ops}
     if len(traffic) < len(ranks) or operations & {"send", "all_to_all"}:
         return None
-    shared = min(sum(op.bytes for name, op in one.ops.items() if name in _SHARING) for one in traffic)
+    shared = min(sum(op.bytes for name, op in sent.ops.items() if name in _SHARING) for sent in traffic)
     if everything and shared >= _ALL_GRADIENTS * _elements(ranks[0]):
         return (
             "the replicas",
@@ -569,8 +569,8 @@ def same_random(state: RunState) -> Iterator[Finding]:
         return
     drawn = [{look.step: look.random for look in _in_steps(rank) if look.random} for rank in ranks]
     steps = set(drawn[0]).intersection(*drawn[1:])
-    for name in sorted({name for one in drawn for random in one.values() for name in random}):
-        pairs = [[one[step].get(name) for one in drawn] for step in sorted(steps)]
+    for name in sorted({name for steps_of_rank in drawn for random in steps_of_rank.values() for name in random}):
+        pairs = [[steps_of_rank[step].get(name) for steps_of_rank in drawn] for step in sorted(steps)]
         known = [pair for pair in pairs if all(pair)]
         if len(known) < _DRAWN or len(known) < _MOST * len(steps) or any(len(set(pair)) > 1 for pair in known):
             continue
@@ -591,18 +591,18 @@ def unlike_data(state: RunState) -> Iterator[Finding]:
     """A data set that ranks divide, and that is not the same on all of them."""
     seen = [rank.seen(DividedData) for rank in state.ranks.values()]
     for sets in zip(*seen) if len(seen) > 1 else ():
-        alike = len({(one.name, one.ranks) for one in sets}) == 1 and sets[0].ranks == len(sets)
-        if not alike or len({one.digest for one in sets}) == 1:
+        alike = len({(part.name, part.ranks) for part in sets}) == 1 and sets[0].ranks == len(sets)
+        if not alike or len({part.digest for part in sets}) == 1:
             continue
-        one = sets[0]
-        order = one.content and len({each.content for each in sets}) == 1
+        first = sets[0]
+        order = first.content and len({part.content for part in sets}) == 1
         yield Finding(
             name="unlike_data",
             kind="wrong",
-            title=f"the ranks divide a {one.name} that "
+            title=f"the ranks divide a {first.name} that "
             + ("is in a different order on each" if order else "is not the same on all of them"),
-            evidence=f"{counted(len({each.digest for each in sets}), 'different digest')} of the data on "
-            f"{ranks_in_words([each.rank for each in sets])}, with {one.samples} samples on rank {one.rank}",
+            evidence=f"{counted(len({part.digest for part in sets}), 'different digest')} of the data on "
+            f"{ranks_in_words([part.rank for part in sets])}, with {first.samples} samples on rank {first.rank}",
             cause=(
                 "the order of a set, of os.listdir or of glob differs between processes, so the ranks' parts overlap "
                 "and leave samples out"
@@ -615,7 +615,7 @@ def unlike_data(state: RunState) -> Iterator[Finding]:
                 if order
                 else "use the same seed on all ranks: random_split(data, lengths, torch.Generator().manual_seed(0))"
             ),
-            ranks=tuple(each.rank for each in sets),
+            ranks=tuple(part.rank for part in sets),
         )
         return
 
@@ -624,21 +624,28 @@ def evaluated_twice(state: RunState) -> Iterator[Finding]:
     """Samples that count more than once in an evaluation, or that are also trained on."""
     seen = [rank.seen(Evaluation) for rank in state.ranks.values()]
     for number, evaluations in enumerate(zip(*seen) if seen else ()):
-        if len(evaluations) < state.world_size or any(len(one.indices) != one.count for one in evaluations):
+        if len(evaluations) < state.world_size or any(
+            len(evaluation.indices) != evaluation.count for evaluation in evaluations
+        ):
             continue
-        samples, ranks = evaluations[0].samples, tuple(one.rank for one in evaluations)
-        parts = {tuple(sorted(one.indices)) for one in evaluations}
-        whole = len(parts) == 1 or all(one.count == one.samples for one in evaluations)
-        each = evaluations[:1] if whole else evaluations  # every rank evaluates all of it
-        count = sum(one.count for one in each)
-        often = [index for index, times in Counter(index for one in each for index in one.indices).items() if times > 1]
+        samples, ranks = evaluations[0].samples, tuple(evaluation.rank for evaluation in evaluations)
+        parts = {tuple(sorted(evaluation.indices)) for evaluation in evaluations}
+        whole = len(parts) == 1 or all(evaluation.count == evaluation.samples for evaluation in evaluations)
+        counted_once = evaluations[:1] if whole else evaluations  # every rank evaluates all of it
+        count = sum(evaluation.count for evaluation in counted_once)
+        often = [
+            index
+            for index, times in Counter(index for evaluation in counted_once for index in evaluation.indices).items()
+            if times > 1
+        ]
         if often:
             yield Finding(
                 name="evaluated_twice",
                 kind="wrong",
                 title=f"{count} samples are evaluated of a data set of {samples}",
                 evidence=f"evaluation {number + 1}: {counted(len(often), 'sample')} more than once, such as number "
-                f"{min(often)}; {', '.join(f'{one.count} on rank {one.rank}' for one in each)}",
+                f"{min(often)}; "
+                + ", ".join(f"{evaluation.count} on rank {evaluation.rank}" for evaluation in counted_once),
                 cause=(
                     "a DistributedSampler repeats samples until all ranks have equally many"
                     if "DistributedSampler" in evaluations[0].sampler
@@ -651,7 +658,7 @@ def evaluated_twice(state: RunState) -> Iterator[Finding]:
                 ranks=ranks,
             )
             return
-        trained = sum(one.trained for one in each)
+        trained = sum(evaluation.trained for evaluation in counted_once)
         if 0 < trained < count:
             yield Finding(
                 name="evaluated_twice",
@@ -740,7 +747,7 @@ def _tensors(rank: RankState) -> list[TrackedTensor]:
 
 def _names(rank: RankState, role: str = "") -> set[int]:
     """The indices of the tracked tensors with a role; of all without one."""
-    return {number for number, one in enumerate(_tensors(rank)) if one.role == role or not role}
+    return {number for number, tensor in enumerate(_tensors(rank)) if tensor.role == role or not role}
 
 
 def _called(rank: RankState, numbers: Sequence[int]) -> list[str]:
@@ -760,7 +767,7 @@ def _elements(rank: RankState) -> int:
 
 def _alike(ranks: Sequence[RankState]) -> bool:
     """Whether ranks track tensors of the same names and shapes."""
-    return len({tuple((one.name, tuple(one.shape)) for one in _tensors(rank)) for rank in ranks}) == 1
+    return len({tuple((tensor.name, tuple(tensor.shape)) for tensor in _tensors(rank)) for rank in ranks}) == 1
 
 
 def _separate(ranks: Sequence[RankState], known: bool = False) -> bool:
@@ -769,7 +776,7 @@ def _separate(ranks: Sequence[RankState], known: bool = False) -> bool:
     steps = set(digests[0]).intersection(*digests[1:])
     if not steps:
         return not known
-    return all(len({one[step] for one in digests}) == len(ranks) for step in steps)
+    return all(len({digests_of_rank[step] for digests_of_rank in digests}) == len(ranks) for step in steps)
 
 
 def _look_at(rank: RankState, step: int) -> Look | None:

@@ -201,7 +201,7 @@ def communication_bound(state: RunState) -> Iterator[Finding]:
 
 
 def _usual_steps(rank: RankState) -> list[Timeline]:
-    return [one for step, one in sorted(rank.timelines.items()) if step >= USUAL and one.seconds > 0]
+    return [timeline for step, timeline in sorted(rank.timelines.items()) if step >= USUAL and timeline.seconds > 0]
 
 
 def _exposed(state: RunState, rank: RankState) -> float | None:
@@ -211,19 +211,19 @@ def _exposed(state: RunState, rank: RankState) -> float | None:
     profiled = _usual_steps(rank)
     if not profiled:
         return None
-    share = median(sum(one.exposed.values()) / one.seconds for one in profiled)
+    share = median(sum(timeline.exposed.values()) / timeline.seconds for timeline in profiled)
     if _is_judged(rank):
-        return min(share, median(_confirmed(state, rank, one) for one in profiled))
+        return min(share, median(_confirmed(state, rank, timeline) for timeline in profiled))
     return share if len(profiled) >= _SAMPLES else None
 
 
-def _confirmed(state: RunState, rank: RankState, one: Timeline) -> float:
+def _confirmed(state: RunState, rank: RankState, timeline: Timeline) -> float:
     """The exposed share of an unprofiled step, if each of its phases computed as long as in the profiled step."""
     whole, phases, exposed = _step(state, rank.rank), _phases(state, rank.rank), 0.0
     spent: dict[str, float] = {}
-    for name, start, end in one.phases:
+    for name, start, end in timeline.phases:
         spent[name] = spent.get(name, 0.0) + end - start
-    for phase, seconds in one.exposed.items():
+    for phase, seconds in timeline.exposed.items():
         computed = max(0.0, spent.get(phase, 0.0) - seconds)
         exposed += min(seconds, max(0.0, phases.get(phase, 0.0) - computed))
     return exposed / whole if whole else 0.0

@@ -90,7 +90,7 @@ def no_set_epoch(state: RunState) -> Iterator[Finding]:
 def _training_epochs(rank: RankState) -> list[Epoch]:
     """The epochs of the training sampler, which fed the first step; a validation sampler may well keep one order."""
     model = next(iter(rank.models), None)
-    trains = next((number for number, one in enumerate(rank.saw) if one is model), len(rank.saw))
+    trains = next((number for number, event in enumerate(rank.saw) if event is model), len(rank.saw))
     before = [seen for seen in rank.saw[:trains] if isinstance(seen, Epoch)][-1:]
     after = [seen for seen in rank.saw[trains:] if isinstance(seen, Epoch)]
     return before + [epoch for epoch in after if before and epoch.sampler == before[0].sampler]
@@ -159,7 +159,7 @@ def _diverged(state: RunState, ranks: tuple[int, ...], step: int) -> bool:
 
 def _parameters_then(state: RunState, ranks: tuple[int, ...], step: int) -> list[NotFinite]:
     """What the probe recorded about the parameters with which these ranks computed the non-finite loss of a step."""
-    return [one for rank in ranks for one in state.ranks[rank].seen(NotFinite) if one.step == step]
+    return [event for rank in ranks for event in state.ranks[rank].seen(NotFinite) if event.step == step]
 
 
 def _exploded(sizes: list[float]) -> bool:

@@ -39,7 +39,7 @@ def trains_elsewhere(state: RunState) -> Iterator[Finding]:
 def trains_beside(state: RunState) -> Iterator[Finding]:
     """Threads that train at the same time as the thread whose steps are recorded."""
     for rank in state.ranks.values():
-        names = [one.name for one in rank.seen(Thread)]
+        names = [thread.name for thread in rank.seen(Thread)]
         if names:
             yield Finding(
                 name="trains_beside",
@@ -80,7 +80,7 @@ def _gradients(ranks: list[RankState], skipped: bool) -> Finding:
     """Ranks that computed gradients; `skipped`: for each of them a GradScaler was asked to step."""
     seen = [rank.seen(Gradients)[-1] for rank in ranks]
     numbers = [rank.rank for rank in ranks]
-    scaler = f"; calls of GradScaler.step: {max(one.scaler_steps for one in seen)}" if skipped else ""
+    scaler = f"; calls of GradScaler.step: {max(gradients.scaler_steps for gradients in seen)}" if skipped else ""
     return Finding(
         name="trains_elsewhere",
         kind="wrong" if skipped else "unseen",
@@ -90,8 +90,8 @@ def _gradients(ranks: list[RankState], skipped: bool) -> Finding:
             else f"{ranks_in_words(numbers)} recorded no training step: gradients were computed, but no parameter "
             "changed"
         ),
-        evidence=f"calls of backward: {max(one.backwards for one in seen)}{scaler}; optimizer steps: 0; parameter "
-        "updates after backward: 0",
+        evidence=f"calls of backward: {max(gradients.backwards for gradients in seen)}{scaler}; optimizer steps: 0; "
+        "parameter updates after backward: 0",
         cause=(
             "the scaled gradients were infinite or NaN in every step: the loss is not finite, or the scale stays so "
             "large that float16 overflows"

@@ -2,7 +2,7 @@
 third step, and reports the newest complete step. For another second it looks for steps that send something else.
 
 Steps, phases and owners are those of the probe, whose hooks run here with the tape as their clock. What the script must
-not do is refused (`guard.py`), GPUs are replaced (`gpu.py`), and data loaders work without processes.
+not do is refused (`guard.py`), GPUs are replaced, and data loaders work without processes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import inspect
 import math
 import os
 import signal
+import statistics
 import sys
 import sysconfig
 import time
 import traceback
 import types
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
@@ -27,6 +29,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -226,8 +229,8 @@ def _exchanged(*_: Any, **__: Any) -> NoReturn:
 # steps depend on them.
 #
 # `float(x)` returns nothing but a float of Python, so the code of the script, and of the modules beside it, calls
-# another function instead, which reads a tensor as `item()` does. Functions of `math` are followed, those of NumPy and
-# of libraries are not.
+# another function instead, which reads a tensor as `item()` does. What `math`, `statistics` and NumPy compute of such
+# numbers is followed; arrays and other libraries are not.
 
 
 _COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
@@ -237,7 +240,11 @@ _ARITHMETIC = (
     *(f"__{side}{name}__" for name in _OF_TWO for side in ("", "r")),
     *("__neg__", "__pos__", "__abs__", "__round__"),
 )
-_OF_MATH = ("exp", "expm1", "exp2", "log", "log1p", "log2", "log10", "sqrt", "pow", "fsum", "tanh")
+_COMPUTE: dict[Any, tuple[str, ...]] = {
+    math: ("exp", "expm1", "exp2", "log", "log1p", "log2", "log10", "sqrt", "pow", "fsum", "tanh"),
+    statistics: ("mean", "fmean", "median", "stdev", "pstdev", "variance", "pvariance"),
+    np: ("mean", "nanmean", "average", "median", "percentile", "quantile", "sum", "prod", "min", "max", "std", "var"),
+}
 _FLOAT = "_float_or_item"  # a builtin function
 
 
@@ -269,9 +276,10 @@ class Decisions:
             return item(values[0]) if is_read else values[0] if _are_unknown(values) else float(*values)
 
         setattr(builtins, _FLOAT, number)
-        for name in _OF_MATH:
-            if hasattr(math, name):  # exp2 is of Python 3.11
-                setattr(math, name, self._followed(getattr(math, name)))
+        for module, names in _COMPUTE.items():
+            for name in names:
+                if hasattr(module, name):  # exp2 is of Python 3.11
+                    setattr(module, name, self._followed(getattr(module, name)))
         load = SourceFileLoader.get_code
 
         def get_code(loader: SourceFileLoader, name: str) -> Any:
@@ -286,8 +294,10 @@ class Decisions:
         return _Unknown(value, self) if isinstance(value, float) else value
 
     def _followed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def computed(*values: Any) -> Any:
-            return self._unknown(function(*values)) if _are_unknown(values) else function(*values)
+        @wraps(function)
+        def computed(*values: Any, **options: Any) -> Any:
+            result = function(*values, **options)
+            return self._unknown(result) if _are_unknown(values) else result
 
         return computed
 
@@ -314,7 +324,8 @@ class _Floats(ast.NodeTransformer):
 
 def _are_unknown(values: Any) -> bool:
     return any(
-        isinstance(value, _Unknown) or (isinstance(value, (list, tuple)) and _are_unknown(value)) for value in values
+        isinstance(value, _Unknown) or (isinstance(value, (list, tuple, deque)) and _are_unknown(value))
+        for value in values
     )
 
 

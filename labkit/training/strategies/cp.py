@@ -176,7 +176,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
         mask = places <= places[:, None]  # this position and earlier ones
         return by_positions(scaled_dot_product_attention(query, key, value, mask))
     else:
-        keys, values = (AllGather.apply(each.contiguous()) for each in (key, value))
+        keys, values = (AllGather.apply(part.contiguous()) for part in (key, value))
         own = positions_of(dist.get_rank()).to(query.device)
         mask = whole_window(query.device) <= own[:, None]  # this position and earlier ones
         return scaled_dot_product_attention(query, keys, values, mask)

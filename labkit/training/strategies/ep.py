@@ -69,13 +69,13 @@ def keep_own_experts(block: nn.Module) -> nn.Module:
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of this rank's experts."""
     experts = [mixture.experts for mixture in mixtures(model)]
-    return [parameter for each in experts for parameter in each.parameters()]
+    return [parameter for expert in experts for parameter in expert.parameters()]
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
     """All other parameters."""
     experts = {*expert_parameters(model)}
-    return [each for each in model.parameters() if each not in experts]
+    return [parameter for parameter in model.parameters() if parameter not in experts]
 
 
 def parallelize(blocks, device: torch.device) -> nn.Module:
@@ -118,9 +118,9 @@ def gradient_sync(model: nn.Module, last: bool) -> AbstractContextManager:
 def clip_gradients(model: nn.Module) -> None:
     """Clip the norm of all gradients, over the experts of all ranks, to CLIP_NORM."""
     experts, dense = expert_parameters(model), dense_parameters(model)
-    squares = nn.utils.get_total_norm([each.grad for each in experts]).square()
+    squares = nn.utils.get_total_norm([parameter.grad for parameter in experts]).square()
     dist.all_reduce(squares)
-    norm = nn.utils.get_total_norm([each.grad for each in dense])
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in dense])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     norm = (squares + norm.square()).sqrt()

@@ -39,8 +39,8 @@ def gather_logits(model: nn.Module, inputs: tuple, logits: DTensor) -> torch.Ten
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW; a group has either DTensors or plain tensors, as a GPU updates it at once."""
-    split = [each for each in model.parameters() if isinstance(each, DTensor)]
-    whole = [each for each in model.parameters() if not isinstance(each, DTensor)]
+    split = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
     return torch.optim.AdamW([{"params": split}, {"params": whole}], lr=LEARNING_RATE)
 
 
@@ -51,7 +51,7 @@ def clip_gradients(model: nn.Module) -> None:
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     norms = []
     for parameters in groups.values():
-        norm = nn.utils.get_total_norm([each.grad for each in parameters])
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     norm = total_norm(norms)
     for parameters in groups.values():

@@ -48,8 +48,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         vectors = (self.query(x), self.key(x), self.value(x))
-        heads = (each.unflatten(-1, (-1, self.head_width)) for each in vectors)
-        attended = attend(*(each.transpose(1, 2) for each in heads))
+        heads = (vector.unflatten(-1, (-1, self.head_width)) for vector in vectors)
+        attended = attend(*(head.transpose(1, 2) for head in heads))
         return self.merge(attended.transpose(1, 2).flatten(-2))
 
 

@@ -66,7 +66,7 @@ class Mixture(nn.Module):
         width = x.shape[-1]
         capacity = math.ceil(CAPACITY_FACTOR * TOP_K * x.shape[1] / EXPERTS)
         probabilities = self.router(x).float().softmax(-1)
-        weights, chosen = (each.flatten(1) for each in probabilities.topk(TOP_K))
+        weights, chosen = (part.flatten(1) for part in probabilities.topk(TOP_K))
         sent = chosen.unsqueeze(-1) == torch.arange(EXPERTS, device=x.device)
         numbers = sent.cumsum(1)  # of each choice among those of the same expert
         number = numbers.gather(2, chosen.unsqueeze(-1)).squeeze(-1) - 1
