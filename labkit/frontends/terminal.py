@@ -225,7 +225,7 @@ def explanation(found: Explained) -> RenderableType:
     parts: list[RenderableType] = []
     for page in found.pages:
         parts.append(Text(visible_line(page.title), style="bold"))
-        parts += [_finding_text(finding) for finding in page.findings] or [Text(f"\n{NO_FINDINGS}")]
+        parts += [_finding(finding) for finding in page.findings] or [Text(f"\n{NO_FINDINGS}")]
         for table in page.tables:
             parts += [
                 Text(f"\n{visible_line(table.title)}", style="bold"),
@@ -296,7 +296,7 @@ def view(state: RunState, folder: RunFolder, height: int | None = None) -> Rende
     parts += [
         Text(visible_line(text), style="dim") for text in (*_replicas(state), *_sampled(state), *predicted(state))
     ]
-    parts += [_finding(finding, folder) for finding in findings(state)]
+    parts += [_finding(finding) for finding in findings(state)]
     tail = _tail(folder)
     if tail:
         lines = (Text(f"  {text}", no_wrap=True, overflow="ellipsis") for text in tail)
@@ -432,7 +432,7 @@ def _startup(state: RunState, rows: int) -> RenderableType:
     return table
 
 
-def _finding_text(finding: Finding) -> Text:
+def _finding(finding: Finding) -> Text:
     style = "bold red" if finding.kind == "wrong" else "yellow"
     return Text.assemble(
         ("\n", ""),
@@ -442,13 +442,14 @@ def _finding_text(finding: Finding) -> Text:
     )
 
 
-def _finding(finding: Finding, folder: RunFolder) -> RenderableType:
-    text = _finding_text(finding)
-    log = folder.log_of(finding.ranks[0], "stderr") if finding.ranks else None
-    if log:
-        path = log.relative_to(Path.cwd()) if log.is_relative_to(Path.cwd()) else log
-        text.append(f"\n  {visible_line(str(path))}", style="dim")
-    return text
+def _print_logs(state: RunState, folder: RunFolder, console: Console) -> None:
+    """Prints where the logs are of the ranks that findings name: each once, in one line that can be copied."""
+    ranks = sorted({finding.ranks[0] for finding in findings(state) if finding.ranks})
+    for rank in ranks:
+        log = folder.log_of(rank, "stderr")
+        if log:
+            path = log.relative_to(Path.cwd()) if log.is_relative_to(Path.cwd()) else log
+            console.print(Text(f"  stderr of rank {rank}: {visible_line(str(path))}", style="dim"), soft_wrap=True)
 
 
 def _tail(folder: RunFolder) -> list[str]:
@@ -511,6 +512,7 @@ def _live(source: Source, folder: RunFolder, console: Console, leave: Callable[[
         for state in polled(source, _SECONDS, leave):
             live.update(view(state, folder, height=console.height), refresh=True)
         live.update(view(source.state, folder), refresh=True)
+    _print_logs(source.state, folder, console)
 
 
 def _plain(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool]) -> None:
@@ -519,13 +521,14 @@ def _plain(source: Source, folder: RunFolder, console: Console, leave: Callable[
     for state in polled(source, _SECONDS, leave):
         for finding in findings(state):
             if finding.kind == "wrong" and finding.name not in found and not state.over:
-                console.print(_finding(finding, folder))
+                console.print(_finding(finding))
                 found.add(finding.name)
         words = state.words, newest(state)
         if words != said or time.monotonic() - since >= _PLAIN_SECONDS:
             console.print(Text(line(state)), soft_wrap=True)
             said, since = words, time.monotonic()
     console.print(view(source.state, folder))
+    _print_logs(source.state, folder, console)
 
 
 def watch_comparison(comparing: Comparing, console: Console, look: Callable[[], None] = lambda: None) -> Sequence[Row]:

@@ -98,8 +98,19 @@ def test_first_failure_stands_out_and_says_where_to_read_more(runs):
     text = drawn(followed(run), run.folder, 200)
     assert "rank 1 failed first: " in text and "rank 0 was terminated because rank 1 failed" in " ".join(text.split())
     assert "ValueError: bad [red]shape[/red]" in text
-    assert str(run.logs[1] / "stderr.log") in text
     assert "\x1b" not in text
+
+
+def test_the_log_of_a_failed_rank_is_named_once_and_can_be_copied(runs):
+    run = FakeRun(runs)
+    run.start()
+    run.say(1, "Traceback …\n", "stderr")
+    run.writers[1].write("error", type="ValueError", message="bad shape", traceback="")
+    run.status("failed", ended=run.began + 5, failures={"1": {"exit_code": 1}})
+    console = Console(file=io.StringIO(), width=40)
+    terminal.watch(Follower(run.folder), run.folder, console)
+    lines = [line for line in console.file.getvalue().splitlines() if "stderr.log" in line]
+    assert lines == [f"  stderr of rank 1: {run.logs[1] / 'stderr.log'}"]
 
 
 def test_live_view_leaves_its_last_picture(recorded):
