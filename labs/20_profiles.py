@@ -25,8 +25,10 @@
 
 # %%
 import inspect
+import os
 from pathlib import Path
 
+os.environ["KINETO_LOG_LEVEL"] = "6"  # otherwise torch's profiler reports that it starts and stops
 from torch.profiler import ProfilerActivity, profile
 
 from labkit import check, explain, guess, run, starter
@@ -97,7 +99,9 @@ print(loading.key_averages().table(sort_by="self_cpu_time_total", row_limit=6, m
 
 # %% [markdown]
 # *Self* is the time in an operator without those that it calls; *# of Calls* is the column to read first. Now the
-# model: forward and backward of one micro-batch, with the shapes of its tensors.
+# model: forward and backward of one micro-batch, with the shapes of its tensors. It runs once before it is profiled,
+# because the first call of an operator also loads and allocates.
+
 
 # %%
 def train():
