@@ -31,6 +31,7 @@ _HOMES = {  # no function may have the name of a subpackage: importing the subpa
     "report": "labkit.frontends.magic",
     "run": "labkit.runs.handle",
     "show": "labkit.api",
+    "starter": "labkit.course.exercises",
     "write_script": "labkit.figures.code",
 }
 

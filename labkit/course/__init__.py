@@ -7,14 +7,14 @@ with the run that follows, if the run measures it. `course/pictures/` are pure f
 per module; most draw a rule or a formula and say so (`course/pictures/pipeline.py` simulates pipelines,
 `course/pictures/data_parallel.py` buckets, `analysis/theory/collectives.py` the messages of collectives), and
 `pipeline.measured` and `mesh.by_axis` draw a run. `course/exercises/` has a table of exercises per lab: each has a
-check, which says what is right or wrong, and the teacher's solution; the package keeps the learner's record next to
-the run folders, and reads from those how near the learner's predictions were. In labs 13 and 14 the answer is a
-strategy: `course/build/` runs its source on CPU ranks, as an ordinary run, in which `course/build/ranks/` records
-communication, operations, waits and live memory with a dispatch mode of torch; an examiner, in a process of its own,
-draws the inputs and compares the results. `course/build/criteria.py` judges these records, `course/build/grade.py` a
-folder of submissions, `course/build/solutions/` has the reference solutions, and most wrong answers of the tests are
-mutations of them. `course/claims/` is the table of common claims: a claim is a sentence, a function that judges it,
-and the jobs it needs, which `course/claims/measured.py` runs in alternation; `course/claims/in_torch/` has the
-experiments with torch, which run in a separate process. `course/glossary.json` is the table of the glossary, and
-`course/glossary.py` finds its terms by name and in a text.
+check, which says what is right or wrong, and the teacher's solution; the package keeps the learner's record next to the
+run folders, and reads from those how near the learner's predictions were. In labs 13 and 14 the answer is a strategy,
+in lab 20 a training script: `course/build/` runs its source on CPU ranks, as an ordinary run, in which
+`course/build/ranks/` records communication, operations, waits and live memory with a dispatch mode of torch; an
+examiner, in a process of its own, draws the inputs and compares the results. `course/build/criteria.py` judges these
+records, `course/build/grade.py` a folder of submissions, `course/build/solutions/` has the reference solutions, and
+most wrong answers of the tests are mutations of them. `course/claims/` is the table of common claims: a claim is a
+sentence, a function that judges it, and the jobs it needs, which `course/claims/measured.py` runs in alternation;
+`course/claims/in_torch/` has the experiments with torch, which run in a separate process. `course/glossary.json` is the
+table of the glossary, and `course/glossary.py` finds its terms by name and in a text.
 """

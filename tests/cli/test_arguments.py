@@ -32,6 +32,7 @@ from labkit import (
     predict,
     run,
     show,
+    starter,
 )
 from labkit.analysis.diagnose import NAMES
 from labkit.common.arguments import Number, shown
@@ -106,6 +107,7 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "excerpt without names", lambda: excerpt(DDP)
     yield from each("excerpt", ("", "typo", 5, None, [], "x" * 5000), lambda value: excerpt(DDP, value))
     yield from each("check", (None, 5, "", "typo", "ddp.typo", [], "x" * 5000), lambda value: check(value, 1))
+    yield from each("starter", (None, 5, "", "typo", "ddp.typo", "ddp.steps", [], "x" * 5000), starter)
     yield from each("on_trial", (None, 5, "", "typo", [], "x" * 5000), on_trial)
     yield from each("on_trial quick=", FLAGS, lambda value: on_trial("batch", quick=value))
     yield from each("on_trial rounds=", NUMBERS, lambda value: on_trial("batch", rounds=value))

@@ -45,7 +45,7 @@ def test_public_names_are_exact():
         "my_progress",
         "on_trial",
     ]
-    expected += ["pictures", "place", "predict", "report", "run", "show", "write_script"]
+    expected += ["pictures", "place", "predict", "report", "run", "show", "starter", "write_script"]
     assert labkit.__all__ == expected
     code = (
         "import labkit; print([name for name in labkit.__all__ if getattr(labkit, name).__name__.split('.')[-1] !="

@@ -1,4 +1,4 @@
-"""Exercises in which the learner implements a parallel strategy, graded on real ranks.
+"""Exercises in which the learner implements a parallel strategy, or makes a script fast, graded on real ranks.
 
 ============== =====================================================================================================
 `criteria`     takes the answer's source, runs it on CPU ranks as an ordinary run, and judges what each rank recorded;
@@ -7,6 +7,7 @@
 `ranks/`       what runs inside the ranks and the examiner, the only part that loads torch
 `sandbox`      runs the ranks of a submitted answer with limits, instead of as an ordinary run
 `grade`        judges a folder of submissions and writes a CSV
+`given/`       scripts to start from, which are correct and slow
 `solutions/`   the reference solutions, which the tests run and the teacher's handouts show
 ============== =====================================================================================================
 

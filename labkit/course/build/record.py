@@ -34,8 +34,10 @@ class Event:
 @dataclass
 class Record:
     """One rank. `losses` are by step; `elements` has, by step and phase, the elements that all operators but matrix
-    products compute. `memory` holds bytes by moment, once per step that has this moment, of torch's tensors, and
-    `process` what the resident set of the process has grown beyond these. `figures` are what else a trial measures.
+    products compute, `operators` how many operators ran, and `syncs` how often the answer got a value of a tensor, for
+    which a GPU would have to finish its queue. `memory` holds bytes by moment, once per step that has this moment, of
+    torch's tensors, and `process` what the resident set of the process has grown beyond these. `figures` are what else
+    a trial measures.
 
     `error` and `stuck` say where it stopped, `finished_api` which function that is not allowed was called, and
     `forbidden` what else an answer did that it must not do. The examiner adds `expected` (losses), `differences` of the
@@ -48,6 +50,8 @@ class Record:
     expected: list[float] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     elements: dict[str, int] = field(default_factory=dict)
+    operators: dict[str, int] = field(default_factory=dict)
+    syncs: dict[str, int] = field(default_factory=dict)
     memory: dict[str, list[float]] = field(default_factory=dict)
     process: dict[str, list[float]] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)

@@ -13,6 +13,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -50,6 +51,7 @@ LABS = {
     "capstone": "17_capstone",
     "one_device": "18_one_device",
     "clusters": "19_clusters",
+    "profiles": "20_profiles",
 }
 
 
@@ -80,11 +82,12 @@ def result_of(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
 @dataclass(frozen=True)
 class Exercise:
     """An exercise. `check(answer)` returns why the answer is right, or raises `Wrong`; `key` is the solution
-    (markdown)."""
+    (markdown), and `given` the script to start from, a module of `course/build/given/`."""
 
     title: str
     check: Callable[[Any], str]
     key: str
+    given: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,21 @@ def check(name: str, answer: Any) -> Grade:
         state, words = "wrong", f"this is not a valid answer: {type(error).__name__}: {error}"
     Book.here().note(name, state == "right")
     return Grade(name, found.title, state, words)
+
+
+def starter(name: str) -> Path:
+    """Writes the script that the exercise called `name` starts from into the current folder, and returns its path. A
+    file that is already there stays as it is.
+
+    Raises `LookupError` if there is no such exercise, or if it starts from no script.
+    """
+    module = exercise(name).given
+    if not module:
+        raise LookupError(f"the exercise {name} starts from no script; its lab has the code to begin with")
+    path = Path(f"{module}.py")
+    with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+        file.write((Path(__file__).parents[1] / "build" / "given" / path.name).read_text(encoding="utf-8"))
+    return path
 
 
 def is_empty(answer: Any) -> bool:

@@ -177,7 +177,8 @@ def run_answer(source: str, module: str, trial: str, answer: str, folder: str, p
     record = Record(dist.get_rank())
     namespace = ModuleType("answer")
     rules = Rules(record, vars(namespace))
-    recorder = Recorder(record, rules.intact)
+    recorder = Recorder(record, rules.intact, rules.answers)
+    rules.leaves = recorder.synchronizes
     trials = importlib.import_module(f"labkit.course.build.ranks.{module}")
     _warm_up()
     code = _code(source)

@@ -65,14 +65,18 @@ _CPU_ATTENTION = {
     ),
 }
 _FREE = ("detach", "view", "t", "transpose", "expand", "slice", "split", "select", "unsqueeze", "squeeze", "as_strided")
+_SYNCS = ("_local_scalar_dense", "equal", "nonzero", "masked_select")  # operators whose result the CPU has to wait for
 _VIEWS = {*_FREE, "alias", "_unsafe_view", "permute", "chunk", "narrow", "unbind", "empty", "empty_like", "new_empty"}
 
 
 class Recorder(TorchDispatchMode):
     """Records into `record` between `with recorder:`. `calls` counts everything that was dispatched: the progress.
-    `intact` is called at each phase and each communication, and `product` with each matrix product."""
+    `intact` is called at each phase and each communication, and `product` with each matrix product; `answers` says
+    whether the answer runs, and not the probe of its run."""
 
-    def __init__(self, record: Record, intact: Callable[[], None] = lambda: None):
+    def __init__(
+        self, record: Record, intact: Callable[[], None] = lambda: None, answers: Callable[[], bool] = lambda: True
+    ):
         super().__init__()
         self.record = record
         self.calls = 0
@@ -80,7 +84,7 @@ class Recorder(TorchDispatchMode):
         self.waits_for: int | None = None  # the index of the event whose end this rank waits for
         self.results: dict[str, torch.Tensor] = {}  # what the examiner compares with a single device
         self.product: Callable[[str, Any], None] = lambda name, args: None
-        self._intact = intact
+        self._intact, self._answers = intact, answers
         self._group_size: int | None = None
         self._works: dict[int, int] = {}  # by the id of a Work, the index of its event
         self._storages: dict[int, weakref.ref] = {}
@@ -116,6 +120,10 @@ class Recorder(TorchDispatchMode):
     def note(self, op: str, **fields: Any) -> None:
         """Adds an event of the trial itself, such as the forward of a micro-batch."""
         self.record.events.append(Event(op, self.step, self.phase, **fields))
+
+    def synchronizes(self) -> None:
+        """Counts a value of a tensor that Python gets."""
+        self._count(self.record.syncs)
 
     # ---- memory
 
@@ -182,6 +190,9 @@ class Recorder(TorchDispatchMode):
             self.record.finished_api = self.record.finished_api or f"torch.ops.{space}.{name}"
         out = func(*args, **(kwargs or {}))
         if space != "c10d":
+            self._count(self.record.operators)
+            if name in _SYNCS and self._answers():
+                self.synchronizes()
             self._computes(func, name, args, kwargs or {}, out)
             self.watch(*_tensors(out))
         if self._peak is not None:
@@ -198,8 +209,12 @@ class Recorder(TorchDispatchMode):
             self.product(name, args)
         elif name not in _VIEWS:
             count = max(sum(map(_numel, _tensors(out))), sum(map(_numel, _tensors(args))))
-            key = f"{self.step} {self.phase}"
-            self.record.elements[key] = self.record.elements.get(key, 0) + count
+            self._count(self.record.elements, count)
+
+    def _count(self, counts: dict[str, int], count: int = 1) -> None:
+        """Adds to what the record counts by step and phase."""
+        key = f"{self.step} {self.phase}"
+        counts[key] = counts.get(key, 0) + count
 
     def _communicates(self, name: str, payload: int, args: Any) -> None:
         self._intact()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -126,6 +126,7 @@ class Rules:
 
     def __init__(self, record: Record, names: dict[str, Any]):
         self._record, self._names = record, names
+        self.leaves: Callable[[], None] = lambda: None  # is called when the answer takes a few numbers out of torch
         self._known: dict[CodeType, bool] = {}
         self._active = self._busy = False
         self._originals: list[tuple[Any, list[tuple[str, Any]], int]] = []
@@ -181,6 +182,10 @@ class Rules:
 
     # ---- who called
 
+    def answers(self) -> bool:
+        """Whether a line of the answer has called the operator that the recorder sees, and not one of the probe."""
+        return self._below(sys._getframe(1), replaced=("item",))
+
     def _is_answer(self, frame: FrameType) -> bool:
         """Whether a frame runs a line of the answer, or a text that it executes."""
         if frame.f_globals is self._names:
@@ -196,9 +201,12 @@ class Rules:
             frame = frame.f_back
         return frame is not None and self._is_answer(frame)
 
-    def _below(self, frame: FrameType | None) -> bool:
-        """Whether the answer is anywhere on the stack, and the probe of an ordinary run is not called by it."""
-        while frame is not None and not frame.f_code.co_filename.startswith(_PROBE):
+    def _below(self, frame: FrameType | None, replaced: Sequence[str] = ()) -> bool:
+        """Whether the answer is anywhere on the stack, and the probe of an ordinary run is not called by it, except for
+        functions of torch that it has replaced."""
+        while frame is not None and (
+            not frame.f_code.co_filename.startswith(_PROBE) or frame.f_code.co_name in replaced
+        ):
             if self._is_answer(frame):
                 return True
             frame = frame.f_back
@@ -255,6 +263,7 @@ class Rules:
         if name in _C_CALLS:
             tensor = getattr(function, "__self__", None)
             if isinstance(tensor, torch.Tensor) and tensor.numel() <= _SMALL:
+                self.leaves()
                 return
             if name in ("numpy", "tolist") and not isinstance(tensor, torch.Tensor):
                 return
