@@ -158,6 +158,13 @@ def rolling_throughput(rank: RankState, first: int, last: int) -> numpy.ndarray:
     return rates
 
 
+def step_throughput(rank: RankState, part: slice) -> numpy.ndarray:
+    """A rank's samples per second in each of some steps, not averaged; NaN if unknown."""
+    samples, seconds = _measured(rank.steps.samples[part], rank.steps.seconds[part])
+    rates: numpy.ndarray = numpy.divide(samples, seconds, out=numpy.full(len(samples), math.nan), where=seconds > 0)
+    return rates
+
+
 def _measured(samples: numpy.ndarray, seconds: numpy.ndarray) -> numpy.ndarray:
     """Samples and seconds of steps as two rows, both 0 for a step of which one is unknown."""
     return numpy.where(numpy.isfinite(samples) & (seconds > 0), (samples, seconds), 0.0)
