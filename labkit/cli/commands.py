@@ -25,6 +25,7 @@ COMMANDS = {
         pages.diff,
         project.doctor,
         pages.explain,
+        runs.export,
         runs.gather,
         pages.glossary,
         project.grade,
@@ -46,7 +47,6 @@ COMMANDS = {
         runs.stop,
         runs.submit,
         project.test,
-        runs.trace,
         runs.unpack,
     )
 }

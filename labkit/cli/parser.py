@@ -110,6 +110,7 @@ _COLD = (
     "start the ranks with torchrun, even if the warm server of an open notebook could fork them (default: fork if"
     " possible)"
 )
+_TOOLS = "tensorboard, trackio, wandb, mlflow, perfetto, csv, parquet"
 _SPEED = Number(float, 0.01, 10_000.0)
 _KEEP = Number(int, 0, 1_000_000)
 _PORT = Number(int, 1, 65_535)
@@ -184,6 +185,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         "--detach", action="store_true", help="return at once; the run continues after this terminal is closed"
     )
     run.add_argument("--cold", action="store_true", help=_COLD)
+    run.add_argument("--export", metavar="TOOL,…", help=f"also export it while it runs, to one or several of {_TOOLS}")
     add_nodes(run, _number)
 
     predict = commands.add(
@@ -260,15 +262,20 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     capture.add_argument(
         "--snapshot", action="store_true", help="also record a snapshot of the CUDA allocator for torch's memory viewer"
     )
-    trace = commands.add("trace", "write the profiled steps of a run for Perfetto or chrome://tracing")
-    trace.add_argument(
-        "-o", "--output", metavar="FILE.json", help="output file (default: trace.json in the run folder)"
+    export = commands.add(
+        "export", "export a run to TensorBoard, trackio, Weights & Biases, MLflow or Perfetto, or as tables"
+    )
+    export.add_argument("--to", required=True, metavar="TOOL,…", help=f"one or several of {_TOOLS}")
+    export.add_argument(
+        "--out",
+        metavar="DIR",
+        help="folder for the export (default: exports/TOOL; of trackio, wandb and mlflow, where they keep their runs)",
     )
     replay = commands.add("replay", "replay a recorded run in this terminal")
     replay.add_argument(
         "--speed", type=_number("--speed", _SPEED), default=1.0, metavar="X", help="speed-up factor (default: 1)"
     )
-    for command in (show, stop, logs, capture, trace, replay):
+    for command in (show, stop, logs, capture, export, replay):
         command.add_argument(
             "name",
             metavar="RUN",
@@ -466,13 +473,14 @@ _EXTRAS = {
             "clean",
             "diff",
             "explain",
+            "export",
             "gather",
             "glossary",
             "logs",
             "progress",
             "replay",
         ),
-        *("runs", "schema", "script", "show", "stop", "trace", "unpack"),
+        *("runs", "schema", "script", "show", "stop", "unpack"),
     ),
     (TEXT_ONLY,),
 )

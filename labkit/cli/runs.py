@@ -21,6 +21,9 @@ from labkit.cli.shared import WIDE, Refused, console, find, find_followed, inter
 from labkit.common.arguments import shown
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import counted, size
+from labkit.exports.exporting import export as exported
+from labkit.exports.files import ExportError
+from labkit.exports.tools import check_tools
 from labkit.frontends import terminal
 from labkit.plan.nodes import Node
 from labkit.record import packed
@@ -79,8 +82,12 @@ _CODES = {"finished": 0, "failed": 1, "lost": 1, "stopped": 130}
 def run(args: argparse.Namespace) -> int:
     """Starts a run and displays it until it is over; Ctrl-C stops the run."""
     from labkit.launch.job import LaunchError
-    from labkit.runs.handle import Run, settle, start, start_node
+    from labkit.runs.handle import Run, exported_live, settle, start, start_node
 
+    try:
+        tools = exported_live(args.export or (), args.detach)
+    except ValueError as error:
+        raise Refused(str(error)) from None
     node = node_of(args)
     spec = settle(args.specs[0], nodes=node.nodes if node else 1)
     starting = partial(start_node, spec, node) if node else partial(start, spec)
@@ -89,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
     with interrupts() as interrupted:
         try:
-            job = Run(starting(detached=args.detach, cold=args.cold, stdin=None if args.detach else _stdin()))
+            job = Run(starting(detached=args.detach, cold=args.cold, stdin=None if args.detach else _stdin()), tools)
         except (LaunchError, OSError) as error:
             raise Refused(str(error), code=1) from None
         if args.detach:
@@ -104,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
 
         state = terminal.watch(Follower(job.folder), job.folder, console(args), stop_once)
         job.wait()  # the state is final before the last process has exited
+    for live in job.exports:
+        print(visible_line(f"labkit: export to {live.words}"), file=sys.stderr)
     if args.json:
         print(json.dumps(plain(summarise(state, job.name))))
     return _CODES[state.status.state]
@@ -228,17 +237,17 @@ def capture(args: argparse.Namespace) -> int:
     return 0
 
 
-def trace(args: argparse.Namespace) -> int:
-    """Writes the profiled steps as a trace."""
-    from labkit.runs.handle import Run
-
-    run = Run.attach(find(args.name).path)
+def export(args: argparse.Namespace) -> int:
+    """Exports a run to other tools."""
     try:
-        say(f"{run.trace(args.output)}: open it at https://ui.perfetto.dev")
-    except (LookupError, ValueError) as error:
-        raise Refused(str(error)) from None
-    except OSError as error:
-        raise Refused(f"{error.filename} cannot be written: {error.strerror}") from None
+        tools = check_tools("--to", args.to)
+        if args.out and len(tools) > 1:
+            raise Refused(f"--out {args.out} needs one tool in --to, got {', '.join(tools)}")
+        folder = find(args.name)
+        for tool in tools:
+            say(f"{tool}: {exported(folder, tool, args.out, Reading(folder.name))}")
+    except ValueError as error:
+        raise Refused(str(error), code=1 if isinstance(error, ExportError) else 2) from None
     return 0
 
 

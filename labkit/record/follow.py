@@ -53,14 +53,20 @@ class Follower:
     """Folds the files of a run folder into `state`; `poll` continues where it stopped.
 
     One call of `poll` reads a finished run completely, however long it was. If a call takes longer than a second,
-    `progress` is called repeatedly with the share of bytes read so far (0 to 1). If the folder disappears, what was
-    read remains. `found` is whether the folder has ever existed.
+    `progress` is called repeatedly with the share of bytes read so far (0 to 1). `hear` is called with each event after
+    it was folded in. If the folder disappears, what was read remains. `found` is whether the folder has ever existed.
     """
 
-    def __init__(self, folder: RunFolder, progress: Callable[[float], None] = lambda share: None):
+    def __init__(
+        self,
+        folder: RunFolder,
+        progress: Callable[[float], None] = lambda share: None,
+        hear: Callable[[Event | Block], None] = lambda event: None,
+    ):
         self.folder = folder
         self.state = RunState()
         self.progress = progress
+        self._hear = hear
         self._readers: dict[str, Reader] = {"system": folder.reader(folder.system)}
         self._known: dict[type, Recorded] = {}
         self._next_word = 0.0
@@ -89,6 +95,7 @@ class Follower:
             while more:
                 for event in reader.poll():
                     self.state.apply(event)
+                    self._hear(event)
                     changed = True
                     self._tell()
                 more = reader.more

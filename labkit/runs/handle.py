@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.diagnose import NAMES, findings
 from labkit.analysis.ledger import ledger
-from labkit.analysis.profiled import write_trace
 from labkit.analysis.summary import summarise
 from labkit.common.arguments import check_choice, check_flag, check_path, check_seconds, check_type, shown
 from labkit.common.text import visible_line
 from labkit.common.units import counted, size
+from labkit.exports.exporting import Live, export
+from labkit.exports.tools import TOOLS, check_tools
 from labkit.figures.tables import Findings, Ledger
 from labkit.launch import local
 from labkit.launch.job import Job, ask
@@ -203,6 +204,7 @@ def located(spec: Spec) -> Spec:
 
 
 _POLL_INTERVAL = 0.5  # seconds between two checks of a run's state
+_FOR_EXPORTS = 120.0  # seconds that `wait` waits for exports after the end of a run
 
 
 def run(
@@ -211,6 +213,7 @@ def run(
     detached: bool = False,
     cold: bool = False,
     stdin: int | None = None,
+    export: str | Sequence[str] = (),
     **fields: Any,
 ) -> Run:
     """Starts a run on this machine and returns at once.
@@ -220,20 +223,32 @@ def run(
     name of a module. The run ends with this process, unless it is `detached`. `stdin` is a file descriptor that all
     ranks inherit as their standard input, as under torchrun (default: empty input). The first run of a session starts
     cold; then a warm server is started, which forks the ranks of later runs. A `cold` run is always started by
-    torchrun. What was predicted with `guess("peak_mb", 40)` is stored with the run. Raises `SpecError` before
-    anything is created, and `LaunchError` if the run cannot be started.
+    torchrun. What was predicted with `guess("peak_mb", 40)` is stored with the run. `export` names tools, such as
+    `tensorboard`, to which the run is exported while it is under way (see `Run.export` and `Run.exports`). Raises
+    `SpecError` before anything is created, and `LaunchError` if the run cannot be started.
     """
     check_flag("detached", detached)
     check_flag("cold", cold)
-    return begin(settle(what, **fields), detached=detached, cold=cold, stdin=descriptor(stdin))
+    tools = exported_live(export, detached)
+    return begin(settle(what, **fields), detached=detached, cold=cold, stdin=descriptor(stdin), tools=tools)
 
 
-def begin(spec: Spec, *, cold: bool = False, **options: Any) -> Run:
-    """Starts a resolved Spec as `start` does, and then a warm server, unless `cold`."""
+def exported_live(asked: str | Sequence[str], detached: bool) -> tuple[str, ...]:
+    """The tools to which a run is exported while it is under way. Raises `ValueError` or `TypeError`."""
+    tools = check_tools("export", asked)
+    if tools and detached:
+        raise ValueError(
+            f"a detached run outlives the process that would export it to {tools[0]}; export it when it is over"
+        )
+    return tools
+
+
+def begin(spec: Spec, *, cold: bool = False, tools: Sequence[str] = (), **options: Any) -> Run:
+    """Starts a resolved Spec as `start` does, its exports to `tools`, and then a warm server, unless `cold`."""
     job = start(spec, cold=cold, **options)
     if not cold:
         prepare_after(job)
-    return Run(job)
+    return Run(job, tools)
 
 
 def start_node(spec: Spec, node: Node, **options: Any) -> Job:
@@ -271,9 +286,10 @@ def prepare_after(job: Job) -> None:
 class Run:
     """One run: its current state, figures and logs; methods wait for it and stop it."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, tools: Sequence[str] = ()):
         check_type("job", job, Job, "a Job; start a run with run(), or open a recorded one with Run.attach()")
         self._job = job
+        self._exports = [Live(job.folder, tool) for tool in tools]
         self._of_thread = threading.local()
         self._first = self._of_thread.follower = self._follower()
 
@@ -336,12 +352,20 @@ class Run:
         try:
             if until is None:
                 self._job.wait(timeout)
+                self._finish_exports()
             else:
                 self._wait_for(until, timeout)
         except KeyboardInterrupt:
             self._job.stop()
             raise
         return self
+
+    def _finish_exports(self) -> None:
+        """Waits for the exports of a run that is over, in which a client may be slow."""
+        if self._exports and self._job.state in OVER:
+            last = time.monotonic() + _FOR_EXPORTS
+            for live in self._exports:
+                live.join(max(0.0, last - time.monotonic()))
 
     def _wait_for(self, finding: str, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -386,22 +410,24 @@ class Run:
             raise LookupError(f"run {self.name} is over; only a run in progress can be profiled")
         return ask(self.folder, state, snapshot)
 
-    def trace(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Writes the profiled steps for Perfetto (ui.perfetto.dev) to `path` (default: in the run folder) and returns
-        the path.
+    def export(self, to: str, out: str | os.PathLike[str] | None = None) -> str:
+        """Exports what the run has recorded so far to a tool: tensorboard, trackio, wandb, mlflow, perfetto, csv or
+        parquet. Returns where the export is and how to open it.
 
-        Raises `LookupError` for a run without profiled steps, `ValueError` for a path in a folder that does not exist.
+        `out` is the folder for it (default: `exports/TOOL`; of trackio, wandb and mlflow, the place where the tool
+        keeps its runs). Nothing is overwritten but a trace for Perfetto that the lab has written. Raises `ExportError`
+        (a `ValueError`) with one sentence, `ValueError` or `TypeError` for an unknown tool.
         """
-        path = Path(check_path("path", path)) if path is not None else self.folder.trace
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise ValueError(f"path must be a file in a folder that exists, got {shown(str(path))}")
-        state = self.state
-        if not any(rank.timelines for rank in state.ranks.values()):
-            raise LookupError(
-                f"{self.name} has no profiled step; run with sample_every=50, or call capture() during a run"
-            )
-        write_trace(state, path)
-        return path
+        check_type("to", to, str, f"one of {', '.join(TOOLS)}")
+        check_choice("to", to, TOOLS)
+        check_tools("to", to)
+        return export(self.folder, to, None if out is None else check_path("out", out))
+
+    @property
+    def exports(self) -> list[Live]:
+        """The exports that follow this run, as asked for with `run(…, export=…)`; `words` say where each is, or why it
+        ended."""
+        return list(self._exports)
 
     def logs(self, rank: int = 0, stream: str = "stdout") -> str:
         """The complete `stdout` or `stderr` of one rank, all attempts in order; empty if there is no output yet.

@@ -23,7 +23,17 @@ FIREFOX = ("firefox-esr", "firefox")  # for tests
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")  # for tests and benchmarks
 
 # The extras of `labkit setup --with`, and the module that shows whether each is installed.
-OPTIONAL = {"deepspeed": "deepspeed", "handout": "nh3", "mcp": "mcp", "mnist": "torchvision"}
+OPTIONAL = {
+    "deepspeed": "deepspeed",
+    "handout": "nh3",
+    "mcp": "mcp",
+    "mlflow": "mlflow",
+    "mnist": "torchvision",
+    "parquet": "pyarrow",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
 # In place of extras: a command that only prints text, and the packages that such commands import.
 TEXT_ONLY = "text-only"
 _FOR_TEXT = ("filelock", "msgspec", "numpy", "nvidia-ml-py", "psutil", "pyyaml", "rich", "ruff")

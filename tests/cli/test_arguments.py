@@ -124,8 +124,9 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     )
     yield from each("figure", TEXTS, fake.figure)
     yield from each("capture", FLAGS, fake.capture)
-    yield from each("trace", ("/nonexistent/x.json", *PATHS), fake.trace)
-    yield "trace of a run without profiled steps", fake.trace
+    yield from each("export to=", ("tensorboard,csv", *TEXTS), fake.export)
+    yield from each("export out=", PATHS, lambda value: fake.export("csv", value))
+    yield from each("run export=", tuple(value for value in TEXTS if value), lambda value: run(DDP, export=value))
     yield from each("logs rank=", (-1, 2, 10**20, HUGE, 1.5, "0", True, None, []), fake.logs)
     yield from each("logs stream=", TEXTS, lambda value: fake.logs(0, value))
 

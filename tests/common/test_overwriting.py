@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from commands import called, recorded_run
 from foreign import bind
-from profiled_steps import timeline_event
 
 from labkit.common.files import MARK, write_output
 from labkit.course.exercises import Book
@@ -37,17 +36,10 @@ def run(runs) -> str:
     return recorded_run(runs).folder.name
 
 
-@pytest.fixture(
-    params=["handout", "pack", "pack a run", "kubeflow", "skypilot", "trace", "notebook", "gather", "unpack"]
-)
+@pytest.fixture(params=["handout", "pack", "pack a run", "kubeflow", "skypilot", "notebook", "gather", "unpack"])
 def writes(request, run, runs, tmp_path, monkeypatch):
     """The arguments of a command that writes to a file or folder, and whether it may be written again."""
     monkeypatch.chdir(tmp_path)
-    if request.param == "trace":
-        traced = recorded_run(runs)
-        event = timeline_event(0)
-        traced.writers[0].write(event.pop("kind"), **{name: event[name] for name in event if name not in ("t", "rank")})
-        run = traced.folder.name
     if request.param == "unpack":
         assert called("pack", "ddp", "-o", "job.zip") == 0
     lab = tmp_path / "lab.py"
@@ -58,7 +50,6 @@ def writes(request, run, runs, tmp_path, monkeypatch):
         "pack a run": (["pack", run, "-o"], True),
         "kubeflow": (["submit", "ddp", "--engine", "kubeflow", "-o"], True),
         "skypilot": (["submit", "ddp", "--engine", "skypilot", "-o"], True),
-        "trace": (["trace", run, "-o"], True),
         "notebook": (["notebook", str(lab), "-o"], False),
         "gather": (["gather", run, run, "-o"], False),
         "unpack": (["unpack", "job.zip", "-o"], False),

@@ -110,7 +110,7 @@ COMMANDS = (
     *(
         ["show", HOSTILE],
         ["stop", HOSTILE],
-        ["trace", HOSTILE],
+        ["export", HOSTILE, "--to", "csv"],
         ["handout", f"{HOSTILE}.py"],
         ["run", HOSTILE],
         ["run", f"{HOSTILE}.py"],
@@ -123,8 +123,8 @@ COMMANDS = (
         ["run", "ddp", "--nproc", HOSTILE],
     ),
     *(
-        ["trace", "last"],
-        ["trace", "last", "-o", f"{HOSTILE}/none"],
+        ["export", "last", "--to", "perfetto"],
+        ["export", "last", "--to", HOSTILE],
         ["handout", "last", "-o", f"none/{HOSTILE}/x"],
         ["compare", HOSTILE],
     ),

@@ -52,7 +52,7 @@ def everything(folder: RunFolder) -> str:
     said += [
         command("replay", path, "--speed", "1e12")[1],
         command("compare", path)[1],
-        command("trace", path, "-o", f"{path}.trace")[1],
+        command("export", path, "--to", "csv,perfetto")[1],
     ]
     try:
         said.append(run_page(folder).body)

@@ -78,9 +78,9 @@ def test_a_step_that_is_asked_for_is_captured_by_every_rank(command):
     shown = command("show", job.name)
     assert f"profiled step {asked}" in shown.stdout and "all_reduce" in shown.stdout
     assert "Cause: every collective waits for the slowest rank" in shown.stdout
-    written = command("trace", job.name, "-o", str(job.folder.path / "t.json"))
+    written = command("export", job.name, "--to", "perfetto", "--out", str(job.folder.path))
     assert written.code == 0 and "perfetto" in written.stdout
-    events = json.loads((job.folder.path / "t.json").read_text())["traceEvents"]
+    events = json.loads((job.folder.path / f"{job.name}.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1} and any(event["name"] == "all_reduce" for event in events)
     assert (
         command("capture", job.name).stderr.strip()
@@ -107,8 +107,8 @@ def test_a_run_without_a_sampled_step_has_no_trace(runs, command):
     fake.step(3)
     fake.end()
     fake.close()
-    told = command("trace", fake.folder.name)
-    assert told.code == 2 and "has no profiled step" in told.stderr
+    told = command("export", fake.folder.name, "--to", "perfetto")
+    assert told.code == 1 and "has no profiled step" in told.stderr
     with pytest.raises(LookupError, match="is over"):
         Run.attach(fake.folder.path).capture()
 

@@ -282,7 +282,7 @@ def test_a_command_that_prints_text_installs_no_torch(calls, monkeypatch):
 _PRINTING = [
     *(["script", "ddp"], ["diff", "single", "fsdp2"], ["glossary"], ["glossary", "fsdp"], ["advise", "--params", "7b"]),
     *(["schema"], ["progress"], ["runs"], ["show"], ["show", "--json"], ["logs"], ["replay", "--speed", "10000"]),
-    *(["stop"], ["compare"], ["trace"], ["clean", "--keep", "9"], ["unpack", "none.zip"], ["capture"]),
+    *(["stop"], ["compare"], ["export", "--to", "csv"], ["clean", "--keep", "9"], ["unpack", "none.zip"], ["capture"]),
     ["gather", "last", "-o", "gathered"],
 ]
 _WITHOUT_OTHERS = """

@@ -6,7 +6,10 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+from labkit.integrations import Tracker
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, log_with=Tracker())
+accelerator.init_trackers("a project", {"lr": 1e-2})
 torch.manual_seed(5)
 model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -24,4 +27,8 @@ for _ in range(2):
         if accelerator.sync_gradients:
             print(f"loss {sum(running) / len(running)!r}", flush=True)
             running.clear()
+    mean = float(accelerator.gather(loss.detach()).mean())
+    accelerator.log({"epoch_loss": mean, "a text": "left out"}, step=99)
+    if accelerator.is_main_process:
+        print(f"metric epoch_loss {mean!r}", flush=True)
 accelerator.end_training()

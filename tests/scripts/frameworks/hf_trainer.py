@@ -7,6 +7,8 @@ import whole_torchvision  # noqa: F401
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
+from labkit import integrations
+
 
 class Tokens(Dataset):
     def __init__(self, number):
@@ -23,6 +25,8 @@ class Printed(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
             print(f"loss {float(logs['loss'])!r}", flush=True)
+        if "eval_loss" in logs:
+            print(f"metric eval_loss {float(logs['eval_loss'])!r}", flush=True)
 
 
 if __name__ == "__main__":
@@ -48,5 +52,5 @@ if __name__ == "__main__":
             args=arguments,
             train_dataset=Tokens(128),
             eval_dataset=Tokens(16),
-            callbacks=[Printed()],
+            callbacks=[Printed(), integrations.TrainerCallback()],
         ).train()

@@ -6,6 +6,8 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from labkit.integrations import LightningCallback
+
 
 class Regression(LightningModule):
     def __init__(self):
@@ -28,6 +30,10 @@ class Regression(LightningModule):
         x, y = batch
         self.log("valid", nn.functional.mse_loss(self.net(x), y), sync_dist=True)
 
+    def on_validation_end(self):
+        if not self.trainer.sanity_checking:
+            print(f"metric valid {float(self.trainer.callback_metrics['valid'])!r}", flush=True)
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
@@ -45,6 +51,7 @@ if __name__ == "__main__":
         max_epochs=2,
         accumulate_grad_batches=2,
         logger=False,
+        callbacks=[LightningCallback()],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
