@@ -233,8 +233,8 @@ def _hand_in(args: argparse.Namespace) -> int:
     written: bytes | None = None
     with interrupts() as interrupted:
         while True:
-            files = handed_in(runs_root())
-            data = zipped(files)
+            files, answered = handed_in(runs_root())
+            data = zipped(files, answered)
             if data != written:
                 try:
                     write_output(path, data)

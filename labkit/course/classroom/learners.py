@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import calendar
 import os
 import stat
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -17,6 +19,7 @@ from msgspec import Struct
 from labkit.analysis.diagnose import NAMES
 from labkit.analysis.diagnose.finding import shorter
 from labkit.analysis.guess import FIGURES
+from labkit.common.files import MARK
 from labkit.common.reading import open_regular
 from labkit.common.units import counted, size
 from labkit.course.exercises import LABS, Noted, exercises
@@ -39,10 +42,12 @@ DOCUMENTS: Mapping[str, type[Struct]] = {
 RUNS = 2_000  # newest runs of a learner that are read
 _SAMPLES = "system.jsonl"  # written five times per second while a run is under way
 _MOST = 1 << 20  # bytes of a document
-_MOST_ZIP = 64 << 20  # bytes of a zip
-_RUNS_AT_ONCE, _BYTES_AT_ONCE = 200, 16 << 20  # that one refresh reads of one learner
-_AHEAD = 60.0  # seconds by which the clock of another machine may be ahead
+_MOST_ZIP = 16 << 20  # bytes of a zip
+_ENTRIES = 50_000  # of a zip
+_RUNS_AT_ONCE, _BYTES_AT_ONCE = 200, 16 << 20  # that one refresh reads of one learner; the bytes also of a zip
+AHEAD = 60.0  # seconds by which the clock of another machine may be ahead
 _TITLE = 200  # characters of what happened, or of its fix
+_NO_YEAR = 1980  # of a file in a zip that has no date
 OWN_SCRIPT = "own script"
 
 
@@ -122,6 +127,8 @@ class InZip:
             raise Damaged("the zip cannot be read") from None
 
     def _read(self, archive: zipfile.ZipFile) -> None:
+        if len(archive.infolist()) > _ENTRIES:
+            raise Damaged(f"the zip has more than {_ENTRIES:,} files; labkit progress --zip writes fewer")
         entries = {PurePosixPath(entry.filename): entry for entry in archive.infolist() if not entry.is_dir()}
         books = [path for path in entries if path.name == BOOK]
         runs = [path for path in entries if path.name == "status.json" and len(path.parts) > 1]
@@ -131,15 +138,20 @@ class InZip:
         top = min(tops, key=lambda path: (len(path.parts), path))
         names = sorted(path.parent.name for path in runs if path.parent.parent == top)[-RUNS:]
         wanted = [top / BOOK, *(top / name / document for name in reversed(names) for document in DOCUMENTS)]
-        left = _MOST_ZIP
+        left = _BYTES_AT_ONCE
         for path in wanted:
             if path not in entries or left <= 0:
                 continue
+            if entries[path].compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise Damaged("the zip is compressed in another way than deflate")
             with archive.open(entries[path]) as file:
                 content = file.read(_MOST + 1)
             left -= len(content)
             name = path.relative_to(top).as_posix()
-            self._files[name], self._times[name] = content, _time_of(entries[path])
+            when = _time_of(entries[path], utc=MARK.encode() in archive.comment)
+            self._files[name] = content
+            if when is not None:
+                self._times[name] = when
 
     def runs(self) -> list[str]:
         return sorted({path.split("/")[0] for path in self._files if "/" in path})
@@ -158,12 +170,14 @@ class InZip:
         return status  # how it ended is not in the zip
 
 
-def _time_of(entry: zipfile.ZipInfo) -> float:
-    """When a file in a zip was written; 0 if its date is none."""
+def _time_of(entry: zipfile.ZipInfo, utc: bool) -> float | None:
+    """When a file in a zip was written: in UTC as `jobs.zipped` has it, or else in the time zone of this machine, as
+    most programs write it. None if its date is none."""
+    date = (*entry.date_time, 0, 0, -1)
     try:
-        return time.mktime((*entry.date_time, 0, 0, -1))
+        return None if entry.date_time[0] <= _NO_YEAR else calendar.timegm(date) if utc else time.mktime(date)
     except (ValueError, OverflowError):
-        return 0.0
+        return None
 
 
 # ---- what is known about a run and a learner
@@ -233,15 +247,18 @@ class Learner:
         try:
             self._find()
             self._read()
-        except Damaged as damage:
-            self.record, self.complete, self._stamp = Record(damaged=str(damage)), True, None
+        except (Damaged, OSError) as error:
+            why = str(error) if isinstance(error, Damaged) else "it cannot be read, or has just been removed"
+            self.record, self.complete, self._stamp = Record(damaged=why), True, None
             self._runs.clear()
 
     def _find(self) -> None:
         """Sets where the files are: in the zip, in the first folder that looks like one of runs, or in the newest zip
         of the folder."""
         if not is_plain(self._path):
-            raise Damaged("it is a link or no plain file, which is not followed")
+            raise Damaged("it is a link or a special file, which is not read")
+        if not os.access(self._path, os.R_OK):
+            raise Damaged("you may not read it: run folders are private, labkit progress --zip publishes them")
         archive: Path | None = self._path
         if self._path.is_dir():
             place = next((place for place in _places(self._root, self._path) if _has_runs(place)), None)
@@ -317,7 +334,7 @@ class _Spent:
 def _places(root: Path, path: Path) -> list[Path]:
     """Where the runs of a learner may be: in their folder, in `runs` below it, or in the `runs` of a clone there."""
     clones = [path / name / "runs" for name in names_below(root, path) if is_plain(path / name)]
-    return [path, *(place for place in (path / "runs", *clones) if place.is_dir() and is_plain(place))]
+    return [path, *filter(is_plain, (path / "runs", *clones))]
 
 
 def _has_runs(place: Path) -> bool:
@@ -393,7 +410,7 @@ def _end(files: Files, name: str, status: Status) -> float | None:
     """When a run ended. Without a time, or with one of a clock that is ahead, it is when the last file was written."""
     if status.state not in OVER:
         return None
-    if status.ended is not None and status.ended <= time.time() + _AHEAD:
+    if status.ended is not None and status.ended <= time.time() + AHEAD:
         return status.ended
     times = [files.changed(f"{name}/{document}") for document in ("status.json", _SAMPLES)]
     return max((when for when in times if when is not None), default=None)
@@ -433,17 +450,17 @@ def far(error: float | None) -> float:
 # ---- what a learner hands in
 
 
-def handed_in(place: Path) -> dict[str, bytes]:
-    """The files that a class is read from, by their path in a zip: the record of the exercises, and of each of the
-    newest runs its documents. Files that cannot be read are left out."""
-    files, found = InFolder(place, place), {}
+def handed_in(place: Path) -> tuple[dict[str, bytes], float | None]:
+    """The files that a class is read from, by their path in a zip, and when an exercise was checked last: the record of
+    the exercises, and the documents of the newest runs, up to 16 MiB. Files that cannot be read are left out."""
+    files, found = _Spent(InFolder(place, place)), {}
     paths = [BOOK]
-    for name in files.runs()[-RUNS:]:
+    for name in reversed(files.runs()[-RUNS:]):
         if files.changed(f"{name}/status.json") is not None:
             paths += [f"{name}/{document}" for document in DOCUMENTS]
     for path in paths:
-        try:
+        if files.bytes >= _BYTES_AT_ONCE - _MOST:
+            break
+        with suppress(FileNotFoundError, Damaged):
             found[path] = files.read(path)
-        except (FileNotFoundError, Damaged):
-            continue
-    return found
+    return found, files.changed(BOOK)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import hmac
 import io
+import os
 import re
 import secrets
+import stat
 import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -24,14 +26,13 @@ from labkit.common.files import user_cache, write_atomically
 from labkit.common.reading import read_regular
 from labkit.common.text import visible_line
 from labkit.course.build.grade import TOPICS
-from labkit.course.classroom.learners import Failure, GuessMade, Learner, Ran, Record, known_exercises
+from labkit.course.classroom.learners import AHEAD, Failure, GuessMade, Learner, Ran, Record, known_exercises
 from labkit.course.exercises import LABS
 from labkit.record.files import names_below
 from labkit.setup.environment import CLONE
 
 MINUTES = Number(float, 0.1, 1440.0)  # after which a failed run is no longer shown
 LEARNERS = 500  # of one class
-_AHEAD = 60.0  # seconds by which the clock of another machine may be ahead
 _GRADES = 16 << 20  # bytes of the file with grades
 _ROUNDS = 50  # refreshes after which the rest of what learners have left is not read any more
 
@@ -180,18 +181,24 @@ class Class:
         if not self._folder.is_dir():
             raise ValueError(f"{visible_line(str(self._folder))} is gone")
         names = [name for name in names_below(self._folder, self._folder) if self._is_learner(name)]
-        self._learners = {name: self._learners.get(name) or Learner(self._folder, name) for name in names[:LEARNERS]}
+        notes = [f"the first {LEARNERS} of {len(names):,} learners are read"] if len(names) > LEARNERS else []
+        names = names[:LEARNERS]
+        self._learners = {name: self._learners.get(name) or Learner(self._folder, name) for name in names}
         for learner in self._learners.values():
             learner.refresh()
-        notes = [f"the first {LEARNERS} of {len(names):,} learners are read"] if len(names) > LEARNERS else []
         notes += [] if self.complete else ["older runs are still being read"]
         records = {name: learner.record for name, learner in self._learners.items()}
         folder = "" if self.hide_names else visible_line(self._folder.name)
         return overview(folder, records, self._shown(names), self._graded(), self.minutes, self.hide_names, notes)
 
     def _is_learner(self, name: str) -> bool:
-        path = self._folder / name
-        return not name.startswith((".", "_")) and (name.lower().endswith(".zip") or path.is_dir() or path.is_symlink())
+        if name.startswith((".", "_")):
+            return False
+        try:
+            mode = os.lstat(self._folder / name).st_mode
+        except OSError:  # it has just been removed
+            return False
+        return name.lower().endswith(".zip") or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)
 
     def _shown(self, names: Sequence[str]) -> dict[str, str]:
         """By the name of a folder or zip, what is shown for it: its name, or a number that stays the same."""
@@ -297,7 +304,7 @@ def _row(learner: str, record: Record, right: set[str] | None, now: float) -> Ro
         of_lab[lab].add(name)
     times = [record.answered, *(when for run in record.runs for when in (run.began, run.ended))]
     known = [when for when in times if when is not None]
-    past = [when for when in known if when <= now + _AHEAD]
+    past = [when for when in known if when <= now + AHEAD]
     trouble = [*record.notes, *(["its clock is ahead"] if len(past) < len(known) else [])]
     newest = record.runs[-1] if record.runs else None
     return Row(
@@ -329,7 +336,7 @@ def _hand(learner: str, runs: Sequence[Ran], minutes: float, now: float, hide_na
     for run in reversed(runs):
         if run.state == "finished":
             break
-        if run.failure and run.ended is not None and -_AHEAD <= now - run.ended <= 60 * minutes:
+        if run.failure and run.ended is not None and -AHEAD <= now - run.ended <= 60 * minutes:
             failed.append((run, run.failure, run.ended))
     if not failed:
         return None
