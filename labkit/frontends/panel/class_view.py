@@ -40,8 +40,7 @@ class ClassPanel:
     def __init__(self, found: Class, every: float):
         self._class, self._every = found, every
         self._lock = threading.Lock()  # of the class, which a thread and a switch read
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._over = threading.Event()  # of the thread that reads for what is on screen
 
     def overview(self) -> Overview:
         """The class now, as plain values."""
@@ -68,9 +67,8 @@ class ClassPanel:
             panel.close()
         _shown[:] = [self]
         display(self._widget())
-        self._over.clear()
-        self._thread = threading.Thread(target=self._follow, daemon=True, name="labkit class")
-        self._thread.start()
+        self._over = threading.Event()
+        threading.Thread(target=self._follow, args=(self._over,), daemon=True, name="labkit class").start()
 
     def _widget(self) -> Any:
         self.title, self.body, self._said = widgets.HTML(), widgets.HTML(), widgets.HTML()
@@ -89,13 +87,13 @@ class ClassPanel:
             self._class.hide_names = hidden
         self._draw()
 
-    def _follow(self) -> None:
-        """Reads until another panel is shown, in this thread; without a pause while there is more to read."""
-        while not self._over.is_set():
+    def _follow(self, over: threading.Event) -> None:
+        """Reads until another panel is shown; with short pauses while there is more to read."""
+        while not over.is_set():
             began = time.monotonic()
             self._draw()
             took = time.monotonic() - began
-            self._over.wait(max(self._every, 5 * took) if self._class.complete else took)
+            over.wait(max(self._every, 5 * took) if self._class.complete else took)
 
     def _draw(self) -> None:
         try:
