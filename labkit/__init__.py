@@ -18,6 +18,7 @@ _HOMES = {  # no function may have the name of a subpackage: importing the subpa
     "advise": "labkit.api",
     "atlas": "labkit.api",
     "check": "labkit.course.exercises",
+    "classroom": "labkit.frontends.panel.class_view",
     "compare": "labkit.api",
     "diff_scripts": "labkit.figures.code",
     "excerpt": "labkit.figures.code",

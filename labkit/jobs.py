@@ -16,6 +16,7 @@ import re
 import shlex
 import stat
 import sys
+import time
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -508,13 +509,15 @@ def pack(job: Portable, profile: Profile, path: Path, run: RunFolder | None = No
     return path
 
 
-def zipped(files: Mapping[str, str | bytes]) -> bytes:
-    """A zip of files by path; the same files are the same bytes."""
+def zipped(files: Mapping[str, str | bytes], written: float | None = None) -> bytes:
+    """A zip of files by path; the same files are the same bytes. `written` is their time in Unix seconds, which a zip
+    has in steps of two seconds, here in UTC (default: none)."""
+    date = _DATE if written is None else max(_DATE, time.gmtime(written)[:6])
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         archive.comment = MARK.encode()
         for name, data in files.items():
-            entry = zipfile.ZipInfo(name, _DATE)
+            entry = zipfile.ZipInfo(name, date)
             entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, (stat.S_IFREG | 0o644) << 16
             archive.writestr(entry, data)
     return packed.getvalue()

@@ -49,7 +49,7 @@ COMMANDS = {
         project.test,
         runs.unpack,
     )
-}
+} | {"class": project.classroom}  # the name of no function
 
 
 def act(args: argparse.Namespace) -> int:

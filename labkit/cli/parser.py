@@ -119,6 +119,7 @@ _CALIBRATED = Number(int, 2, 65_536)
 _TIMEOUT = Number(float, 5.0, 3600.0)
 _MINUTES = Number(int, 1, 1440)
 _ROWS = Number(int, 1, 1_000_000)
+_SHOWN_FOR = Number(float, 0.1, 1440.0)
 
 
 class UsageError(Exception):
@@ -289,7 +290,31 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         "--keep", type=_number("--keep", _KEEP), default=0, metavar="N", help="keep the newest N (default: 0)"
     )
     clean.add_argument("--yes", action="store_true", help="do not ask for confirmation")
-    commands.add("progress", "show your exercises (open, tried or done) and the error of your predictions", json=True)
+    progress = commands.add(
+        "progress", "show your exercises (open, tried or done) and the error of your predictions", json=True
+    )
+    progress.add_argument(
+        "--zip", metavar="FILE|DIR", help="write what a teacher's class page reads; in a folder, to NAME-OF-USER.zip"
+    )
+    progress.add_argument(
+        "--follow", action="store_true", help="with --zip: write it again when it changes, until Ctrl-C"
+    )
+    classroom = commands.add(
+        "class",
+        "show a class: progress, guesses, grades, what most got wrong, and runs that have just failed",
+        json=True,
+    )
+    classroom.add_argument("folder", metavar="FOLDER", help="a folder with a subfolder or zip for each learner")
+    classroom.add_argument("--grades", metavar="FILE.csv", help="grades of labkit grade (default: FOLDER-grades.csv)")
+    classroom.add_argument(
+        "--minutes",
+        type=_number("--minutes", _SHOWN_FOR),
+        default=10.0,
+        metavar="N",
+        help="show runs that have failed in the last N minutes (default: 10)",
+    )
+    classroom.add_argument("--hide-names", action="store_true", help="put numbers in place of names everywhere")
+    classroom.add_argument("--html", metavar="FILE.html", help="write one page that works offline")
     grade = commands.add("grade", "judge a folder of submissions to labs 13 and 14, each in a sandbox, and write a CSV")
     grade.add_argument("folder", metavar="FOLDER", help="notebooks (.ipynb) and Python files with calls of check(…)")
     grade.add_argument(
@@ -464,6 +489,7 @@ _EXTRAS = {
     "mcp": ("mcp",),
     "test": _DEVELOPMENT,
     "bench": _DEVELOPMENT,
+    "class": ("handout",),
 } | dict.fromkeys(
     (
         *(
@@ -587,6 +613,8 @@ def _extras(args: argparse.Namespace) -> tuple[str, ...]:
     """The extras of pyproject.toml that the command needs, and those of `setup --with`."""
     if args.command == "compare" and args.strategies is None:
         return (TEXT_ONLY,)  # recorded runs
+    if args.command == "class" and args.html is None:
+        return (TEXT_ONLY,)
     asked = [name.strip() for text in getattr(args, "extras_asked", ()) for name in text.split(",")]
     for name in asked:
         if name not in OPTIONAL:

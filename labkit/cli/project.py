@@ -1,11 +1,14 @@
-"""The commands that concern the lab itself: setup, lab and test; progress, claims, schema, doctor and bench."""
+"""The commands that concern the lab itself and the course: setup, lab and test; progress, class, grade, claims, schema,
+doctor and bench."""
 
 from __future__ import annotations
 
 import argparse
+import getpass
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -14,9 +17,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from labkit.cli.shared import WIDE, Refused, console, say
+from labkit.cli.shared import WIDE, Refused, console, interrupts, say
+from labkit.common.files import write_output
 from labkit.common.text import visible_line
+from labkit.common.units import counted
 from labkit.course.exercises import my_progress
+from labkit.record.folder import runs_root
 from labkit.setup import environment
 from labkit.setup.bootstrap import become
 from labkit.setup.environment import BROWSERS, CLONE, FIREFOX, RENDERER, RENDERER_VARIABLE
@@ -188,7 +194,10 @@ def _ensure(what: str, programs: Sequence[str], *packages: str) -> None:
         print(f"labkit: {visible_line(missing)}", file=sys.stderr)
 
 
-# ---- the commands progress, claims, schema, doctor and bench
+# ---- the commands progress, class, grade, claims, schema, doctor and bench
+
+
+_AGAIN = 5.0  # seconds until a zip that is followed is compared with the runs folder again
 
 
 def mcp(args: argparse.Namespace) -> int:
@@ -200,7 +209,12 @@ def mcp(args: argparse.Namespace) -> int:
 
 
 def progress(args: argparse.Namespace) -> int:
-    """Prints the progress of the exercises, and how near the predictions were."""
+    """Prints the progress of the exercises, and how near the predictions were; with --zip writes what a class is read
+    from."""
+    if args.zip is not None:
+        return _hand_in(args)
+    if args.follow:
+        raise Refused("--follow writes a zip again and again; name it with --zip")
     page = my_progress()
     if args.json:
         print(json.dumps(page.to_json()))
@@ -209,15 +223,84 @@ def progress(args: argparse.Namespace) -> int:
     return 0
 
 
+def _hand_in(args: argparse.Namespace) -> int:
+    """Writes the zip, with --follow again when something has changed, until Ctrl-C or SIGTERM."""
+    from labkit.course.classroom.learners import handed_in
+    from labkit.jobs import zipped
+
+    path = Path(args.zip)
+    path = path / f"{_user()}.zip" if path.is_dir() else path
+    written: bytes | None = None
+    with interrupts() as interrupted:
+        while True:
+            files, answered = handed_in(runs_root())
+            data = zipped(files, answered)
+            if data != written:
+                try:
+                    write_output(path, data)
+                except OSError as error:
+                    raise Refused(f"{path} cannot be written: {error.strerror}", code=1) from None
+                if written is None:
+                    number = sum(name.endswith("/status.json") for name in files)
+                    runs = counted(number, "run")
+                    if args.json:
+                        print(json.dumps({"file": str(path), "runs": number}), flush=True)
+                    else:
+                        say(f"{path}: your exercises, and what {runs} measured, without scripts, logs and checkpoints")
+                written = data
+            if not args.follow or interrupted.wait(_AGAIN):
+                return 0
+
+
+def _user() -> str:
+    """Who works here: in JupyterHub its user, because the user of the system may be the same for all."""
+    try:
+        name = os.environ.get("JUPYTERHUB_USER") or getpass.getuser()
+    except (OSError, KeyError):  # the system does not know the user of this process
+        name = "learner"
+    return re.sub(r"[^\w.@+-]", "-", name).lstrip(".") or "learner"
+
+
+def classroom(args: argparse.Namespace) -> int:
+    """Prints a class, or writes it as a page."""
+    from labkit.course.classroom import page
+    from labkit.course.classroom.overview import Class
+    from labkit.frontends.terminal import class_tables
+
+    try:
+        settings = {"grades": args.grades, "minutes": args.minutes, "hide_names": args.hide_names}
+        found = Class(args.folder, **settings).read()
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    if args.html is not None:
+        from labkit.frontends.handout import class_page
+
+        path = Path(args.html)
+        if path.is_dir():
+            raise Refused(f"{path} is a folder; give the name of the file with --html")
+        try:
+            class_page(found).write(path)
+        except OSError as error:
+            raise Refused(f"{path} cannot be written: {error.strerror}") from None
+    if args.json:
+        print(json.dumps(found.to_json()))
+    elif args.html is not None:
+        say(f"{args.html}: {page.title(found)}")
+    else:
+        console(args, WIDE).print(class_tables(found))
+    return 0
+
+
 def grade(args: argparse.Namespace) -> int:
     """Judges a folder of submissions and writes a CSV."""
     from labkit.course.build import grade as graded
     from labkit.course.build.sandbox import Limits, isolation
+    from labkit.course.classroom.overview import grades_of
 
     folder = Path(args.folder)
     if not folder.is_dir():
         raise Refused(f"{folder} is not a folder")
-    output = Path(args.output) if args.output else folder.absolute().with_name(f"{folder.absolute().name}-grades.csv")
+    output = Path(args.output) if args.output else grades_of(folder)
     say(isolation())
     try:
         rows = graded.grade(

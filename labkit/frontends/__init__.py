@@ -15,6 +15,8 @@ They contain no logic and do not know each other.
   answers, the same charts are sent as SVG. It opens each of our widgets again that no message from the kernel
   reaches: anywidget drops all messages to a widget that a busy page needs more than two seconds to start. When a run
   ends, a plain figure stays in the notebook.
+- Class. `frontends/panel/class_view.py` shows a class, which a thread of its own reads again every few seconds, with
+  the HTML of `course/classroom/page.py`, as on the page of `labkit class --html`.
 - Terminal. `frontends/terminal.py` draws the same facts from RunState with rich.
 - Magic. `frontends/magic/` is `%%torchrun`: `frontends/magic/torchrun.py` reads the cell, writes it to the `train.py`
   of the run folder, follows its run and formats what is shown; `report` is the only part that runs in the ranks.

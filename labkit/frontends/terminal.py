@@ -30,6 +30,13 @@ from labkit.analysis.metrics import (
 )
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import sizes
+from labkit.course.classroom.overview import Overview
+from labkit.course.classroom.page import ASKED_HEADS, ago, asked_cells
+from labkit.course.classroom.page import EMPTY as NO_LEARNERS
+from labkit.course.classroom.page import HEADS as CLASS_HEADS
+from labkit.course.classroom.page import about as class_about
+from labkit.course.classroom.page import cells as class_cells
+from labkit.course.classroom.page import title as class_title
 from labkit.figures.advice import HEADS as ADVICE_HEADS
 from labkit.figures.advice import MISFIT_HEADS, Advised, Scaled
 from labkit.figures.atlas import EVIDENCE_HEADS, Atlas
@@ -164,6 +171,30 @@ def runs_table(rows: Sequence[Summary | UnreadableRun]) -> RenderableType:
         table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if row.state != "failed" else "red")
     reasons = [f"{row.run} cannot be read: {row.reason}" for row in rows if isinstance(row, UnreadableRun)]
     return Group(table, *(Text(visible_line(reason), style="yellow") for reason in reasons))
+
+
+def class_tables(found: Overview) -> RenderableType:
+    """A class: its learners, the runs that have just failed, and what most got wrong."""
+    learners = FigureTable(CLASS_HEADS, (), ("learner", "newest run"))
+    for row in found.rows:
+        style = "yellow" if row.trouble else "red" if row.state in ("failed", "lost") else None
+        learners.add_row(*(Text(visible_line(cell)) for cell in class_cells(row, found)), style=style)
+    parts: list[RenderableType] = [Text(f"{class_title(found)}, {class_about(found)}", style="bold")]
+    parts += [learners] if found.rows else [Text(NO_LEARNERS)]
+    parts += [Text("\nHands up", style="bold")] if found.hands else []
+    for hand in found.hands:
+        parts.append(Text(f"{hand.learner} ({ago(hand.when, found.at)}, {hand.run}): {hand.title}", style="red"))
+        parts += [Text(f"    Fix: {hand.fix}")] if hand.fix else []
+    wrong = [entry for entry in found.asked if entry.wrong]
+    asked = FigureTable(ASKED_HEADS, (), ("exercise or guess", "lab, section"))
+    for entry in wrong:
+        asked.add_row(*map(Text, asked_cells(entry)))
+    parts += [Text("\nWhat most got wrong", style="bold"), asked] if wrong else []
+    parts += [Text("\nGuesses against the measured value", style="bold")] if found.guesses else []
+    for group in found.guesses:
+        counts = [f"{word}: {len(those)}" for word, those in zip(group.words, group.groups) if those]
+        parts.append(Text(f"{group.lab}, {group.what}, measured {group.measured}: {', '.join(counts)}"))
+    return Group(*parts)
 
 
 def leases_table(found: Sequence[Ticket]) -> RenderableType:

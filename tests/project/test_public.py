@@ -37,6 +37,7 @@ def test_public_names_are_exact():
         "advise",
         "atlas",
         "check",
+        "classroom",
         "compare",
         "diff_scripts",
         "excerpt",

@@ -11,6 +11,7 @@ from typing import Any
 _HOMES = {
     "LabError": "labkit.frontends.handout.execute",
     "RunError": "labkit.frontends.handout.run",
+    "class_page": "labkit.frontends.handout.run",
     "course": "labkit.frontends.handout.lab",
     "executed": "labkit.frontends.handout.execute",
     "for_kaggle": "labkit.frontends.handout.execute",

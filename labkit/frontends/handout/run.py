@@ -1,4 +1,4 @@
-"""A run as a page, and recorded runs in place of new ones."""
+"""A run or a class as a page, and recorded runs in place of new ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 from labkit.analysis.diagnose import findings
 from labkit.analysis.ledger import ledger
 from labkit.common.text import escape
+from labkit.course.classroom import page as class_html
+from labkit.course.classroom.overview import Overview
 from labkit.figures.tables import findings_html, ledger_html, ranks_html
 from labkit.frontends.handout import page
 from labkit.frontends.handout.clean import Prose
@@ -110,7 +112,7 @@ def _anywhere(asked: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if name not in _OF_A_MACHINE}
 
 
-# ---- one run as a page
+# ---- one run as a page, and a class
 
 
 class RunError(Exception):
@@ -140,6 +142,12 @@ def run_page(folder: RunFolder) -> Page:
     title = f"{page.title(state)} · {folder.name}"
     about = page.facts(state, recorded=True)
     return Page(title, about, prose.lay_out(f"<h1>{escape(title)}</h1>{body}"), prose.contents, plots)
+
+
+def class_page(found: Overview) -> Page:
+    """The page of a class."""
+    body = f"{class_html.style()}<h1>{escape(class_html.title(found))}</h1>{class_html.fragment(found)}"
+    return Page(class_html.title(found), class_html.about(found), f'<div class="class">{body}</div>')
 
 
 def _recorded(folder: RunFolder) -> RunState:
