@@ -170,7 +170,7 @@ def test_an_interrupt_of_python_code_keeps_the_variables_and_the_kernel(front):
     wait_until(lambda: front.sees("asleep"), SECONDS)
     front.manager.interrupt_kernel()
     shown = front.end(request)
-    assert shown.startswith("interrupted after") and "── ranks 0–2 · interrupted at line 5" in shown
+    assert shown.startswith("interrupted after") and "── ranks 0–2 · interrupted at line 4" in shown
     assert "2" in front.shows("%%ranks\nmine").partition("── rank 2")[2]
     assert front.do("print(1 + 1)") == "2\n"
 

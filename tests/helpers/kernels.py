@@ -70,5 +70,8 @@ class Front:
 
     def completes(self, code: str) -> list[str]:
         """The completions at the end of code."""
-        self.client.complete(code, len(code))
-        return self.client.get_shell_msg(timeout=SECONDS)["content"]["matches"]
+        request = self.client.complete(code, len(code))
+        while True:
+            reply = self.client.get_shell_msg(timeout=SECONDS)
+            if reply["parent_header"].get("msg_id") == request:
+                return reply["content"]["matches"]

@@ -56,7 +56,8 @@ PATIENCE = 3.0  # seconds for which ranks wait for one that has ended the cell, 
 _SOON = 2.0  # seconds after an interrupt in which ranks in Python code end the cell
 _GOODBYE = 5.0  # seconds in which the ranks leave when they are asked
 _HOPELESS = 10.0  # seconds of a hang after which a cell is interrupted if nobody watches it
-_LIMIT = 20.0  # seconds after which ranks that are still busy, or do not answer, are restarted
+_LIMIT = 20.0  # seconds after which ranks that do not return from C code are restarted
+_ANSWER = 60.0  # seconds in which a rank answers, however busy the machine is
 _REDRAW = 0.25
 _LOOK = 0.5  # seconds between two questions where the ranks are
 _STILL = 0.3  # share of a core below which a rank that has called a collective waits in it
@@ -157,7 +158,7 @@ class Group:
     @property
     def fate(self) -> str:
         """How the ranks have ended, waiting for that if they are about to."""
-        self.run.wait(_LIMIT)
+        self.run.wait(_ANSWER)
         state = self.run.state
         if not state.over:
             self.run.stop()
@@ -191,13 +192,17 @@ class Group:
         """The answer of each of some ranks, as (message, bytes of tensors). Raises `RanksGone`."""
         wanted, answers = set(ranks), {}
         self.tell(sorted(wanted), do, data, **fields)
-        last = time.monotonic() + _LIMIT
+        last = time.monotonic() + _ANSWER
         while wanted - answers.keys():
             for rank, message, content in self.hear(0.1):
                 if message["did"] == answer:
                     answers[rank] = message, content
             if time.monotonic() > last:
-                raise RanksGone(f"{ranks_text(wanted - answers.keys())} did not answer for {_LIMIT:g} s")
+                self.run.stop()
+                silent = ranks_text(wanted - answers.keys())
+                raise RanksGone(
+                    f"{silent} did not answer for {_ANSWER:g} s, so the ranks were stopped; their variables are lost"
+                )
         return dict(sorted(answers.items()))
 
     def cut(self, ranks: Iterable[int]) -> None:
