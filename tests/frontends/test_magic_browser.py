@@ -115,7 +115,7 @@ def test_ranks_that_stay_across_cells(page, jupyter):
         "rank 2 failed at line 3: ValueError: <b>no</b> data", timeout=RUN_TIMEOUT
     )
     sync_api.expect(failed.locator(".labkit-cell-state")).to_contain_text(
-        "ranks 0–1, 3 wait in all_reduce #2 at line 4; rank 2 raised an exception. So the process group was made again",
+        "ranks 0–1, 3 waited in all_reduce #2 at line 4; rank 2 raised an exception. So the process group was",
         timeout=RUN_TIMEOUT,
     )
     common = first.get_by_role("group", name="ranks 0–3", exact=True)

@@ -1,8 +1,6 @@
 """`%%torchrun 4 --keep`, `%%ranks` and `%ranks`: ranks that live across cells, with their variables.
 
-They are one run, whose script runs the cells that this module sends (`probe/cells.py`). So they have a run folder, a
-lease of their devices and a supervisor like any run, and end with this process, however that ends. A cell blocks the
-kernel as any other cell does, and an interrupt stops the cell.
+A cell blocks the kernel as any other cell does, and an interrupt stops the cell.
 
 A cell is over when each of its ranks has ended it. If those that have not wait for one that has, as after an exception
 on one rank, no one can help them: after `PATIENCE` their collective is ended, and then the process group is made again.
@@ -15,10 +13,8 @@ import re
 import shlex
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Client, Connection, wait
 from typing import Any
 
 from IPython import get_ipython
@@ -29,68 +25,36 @@ from IPython.display import display
 from labkit.common.arguments import shown
 from labkit.common.text import escape, visible
 from labkit.common.units import size
-from labkit.frontends.magic.cell import INITIALISE, KEEP, Cell, CellError, check_body, words_of
+from labkit.frontends.magic.cell import KEEP, Cell, CellError, check_body, words_of
+from labkit.frontends.magic.group import Group, Message, RanksGone
 from labkit.frontends.magic.output import (
     Measured,
     RankOutput,
     Shown,
-    counted_ranks,
     merged,
     ranks_text,
     script_bundle,
     seconds_text,
 )
 from labkit.launch.job import LaunchError
-from labkit.launch.watchdog import temporary
 from labkit.plan.spec import Spec
-from labkit.record.channel import receive, send, socket_name
 from labkit.record.folder import STREAMS
-from labkit.record.logs import LogTail
-from labkit.runs.handle import Run, begin
 from labkit.runs.notebook import cell as execution_count
 from labkit.runs.notebook import headless, in_notebook
 from labkit.setup.machine import Machine
 
-KEPT = 400  # newest lines of one stream that are shown
 PATIENCE = 3.0  # seconds for which ranks wait for one that has ended the cell, before their collective is ended
 _SOON = 2.0  # seconds after an interrupt in which ranks in Python code end the cell
-_GOODBYE = 5.0  # seconds in which the ranks leave when they are asked
 _HOPELESS = 10.0  # seconds of a hang after which a cell is interrupted if nobody watches it
 _LIMIT = 20.0  # seconds after which ranks that do not return from C code are restarted
-_ANSWER = 60.0  # seconds in which a rank answers, however busy the machine is
 _REDRAW = 0.25
 _LOOK = 0.5  # seconds between two questions where the ranks are
 _STILL = 0.3  # share of a core below which a rank that has called a collective waits in it
-_START = """\
-# {nproc} ranks that stay: torchrun --standalone --nproc-per-node={nproc} train.py
-import os
-import time
-
-import torch
-import torch.distributed as dist
-
-from labkit import report
-from labkit.probe.cells import serve
-
-{initialise}
-rank, world_size = dist.get_rank(), dist.get_world_size()
-
-# ---- the cells of the notebook, one after another, with these names
-serve(globals())
-
-# ---- shutdown
-if dist.is_initialized():
-    dist.destroy_process_group()
-"""
 _AGAIN = (
     "the process group was made again, and all variables are there. What holds the old one must be made again: DDP and"
     " FSDP models, device meshes, and groups of new_group()"
 )
 _LOST = "the ranks were restarted, and their variables are lost"
-
-
-class RanksGone(RuntimeError):
-    """The ranks have ended, or do not answer; the message says why."""
 
 
 class RanksRestarted(RanksGone):
@@ -103,135 +67,6 @@ class CellFailed(Exception):
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
-
-
-# ---- the ranks
-
-
-class Group:
-    """Ranks that stay, and the connection to each. `names` are the variables that their cells have defined."""
-
-    def __init__(self, spec: Spec):
-        self.spec = spec
-        self.names: list[str] = []
-        self._connections: dict[int, Connection] = {}
-        self._groups = 0  # process groups that were made again
-        source = _START.format(nproc=spec.nproc, initialise=INITIALISE[spec.device])
-        self.run: Run = begin(spec, source=source)
-        self.source = source
-        self.tails: dict[tuple[int, str], LogTail] = {
-            (rank, stream): self.run.folder.log_tail(rank, stream, keep=KEPT)
-            for rank in range(spec.nproc)
-            for stream in STREAMS
-        }
-
-    @property
-    def ranks(self) -> range:
-        """All ranks."""
-        return range(self.spec.nproc)
-
-    @property
-    def name(self) -> str:
-        """`4 CPU ranks`."""
-        return counted_ranks(self.spec.nproc, self.spec.device)
-
-    def connect(self, draw: Callable[[str], None]) -> None:
-        """Waits until all ranks are ready, and calls `draw` with the state. Raises `RanksGone`."""
-        folder, ready = temporary(self.run.folder.path), set()
-        while len(ready) < self.spec.nproc:
-            state = self.run.state
-            if state.over:
-                raise RanksGone(f"the ranks could not be started: {state.words}")
-            draw(state.status.waiting or f"starting {self.name} that stay")
-            for rank in self.ranks:
-                if rank not in self._connections:
-                    with suppress(OSError):  # it does not listen yet
-                        self._connections[rank] = Client(str(folder / socket_name(rank)), "AF_UNIX")
-            ready |= {rank for rank, message, _ in self.hear(0.1) if message["did"] == "ready"}
-
-    def check(self) -> None:
-        """Raises `RanksGone` if the ranks have ended since the last cell."""
-        if self.run.state.over:
-            raise RanksGone(self.fate)
-        self.hear(0.0)
-
-    @property
-    def fate(self) -> str:
-        """How the ranks have ended, waiting for that if they are about to."""
-        self.run.wait(_ANSWER)
-        state = self.run.state
-        if not state.over:
-            self.run.stop()
-            return "the ranks did not answer and were stopped; their variables are lost"
-        return f"the ranks have ended: {state.words}; their variables are lost"
-
-    def tell(self, ranks: Iterable[int], do: str, data: Sequence[bytes] = (), **fields: Any) -> None:
-        """Sends the same message to some ranks. Raises `RanksGone`."""
-        for rank in ranks:
-            try:
-                send(self._connections[rank], {"do": do, **fields}, data)
-            except OSError:
-                raise RanksGone(self.fate) from None
-
-    def hear(self, timeout: float) -> list[tuple[int, dict[str, Any], list[bytes]]]:
-        """What ranks have said, after at most `timeout` seconds. Raises `RanksGone`."""
-        by_connection = {connection: rank for rank, connection in self._connections.items()}
-        if not by_connection:
-            time.sleep(timeout)
-        heard = []
-        for connection in wait(list(by_connection), timeout):
-            try:
-                heard.append((by_connection[connection], *receive(connection)))
-            except (EOFError, OSError):
-                raise RanksGone(self.fate) from None
-        return heard
-
-    def ask(
-        self, ranks: Iterable[int], do: str, answer: str, data: Sequence[bytes] = (), **fields: Any
-    ) -> dict[int, Any]:
-        """The answer of each of some ranks, as (message, bytes of tensors). Raises `RanksGone`."""
-        wanted, answers = set(ranks), {}
-        self.tell(sorted(wanted), do, data, **fields)
-        last = time.monotonic() + _ANSWER
-        while wanted - answers.keys():
-            for rank, message, content in self.hear(0.1):
-                if message["did"] == answer:
-                    answers[rank] = message, content
-            if time.monotonic() > last:
-                self.run.stop()
-                silent = ranks_text(wanted - answers.keys())
-                raise RanksGone(
-                    f"{silent} did not answer for {_ANSWER:g} s, so the ranks were stopped; their variables are lost"
-                )
-        return dict(sorted(answers.items()))
-
-    def cut(self, ranks: Iterable[int]) -> None:
-        """Ends the collectives in which these ranks wait."""
-        ends = {rank: message["ends"] for rank, (message, _) in self.ask(self.ranks, "ends", "ends").items()}
-        for rank in ranks:
-            self.tell([rank], "cut", peers=[end for other in self.ranks if other != rank for end in ends[other]])
-
-    def regroup(self) -> str:
-        """Makes the process group again; the reason if that fails."""
-        self._groups += 1
-        try:
-            answers = self.ask(self.ranks, "regroup", "regrouped", number=self._groups)
-        except RanksGone as gone:
-            return str(gone)
-        return next((message["error"] for message, _ in answers.values() if message["error"]), "")
-
-    def end(self) -> str:
-        """Ends the ranks; returns the state of their run in words."""
-        try:
-            self.tell(self.ranks, "end")
-            self.run.wait(_GOODBYE)
-        except RanksGone:
-            pass
-        if not self.run.state.over:
-            self.run.stop()
-        for connection in self._connections.values():
-            connection.close()
-        return self.run.state.words
 
 
 # ---- one cell
@@ -289,6 +124,7 @@ class KeptCell:
         self._name = f"Cell In[{execution_count()}]"
         self._body = body
         self._ranks = {rank: _Rank() for rank in ranks}
+        group.forget()
         self._begun = time.monotonic()
         self._interrupted: float | None = None
         self._cut: float | None = None
@@ -337,11 +173,7 @@ class KeptCell:
 
     def _follow(self) -> None:
         now = time.monotonic()
-        for number, message, _ in self._group.hear(0.02 if now - self._begun < 1 else 0.1):
-            if message["did"] == "done":
-                self._ranks[number].done = message
-            elif message["did"] == "where" and number in self._ranks:
-                self._ranks[number].moves_to(message, now)
+        self._group.hear(0.02 if now - self._begun < 1 else 0.1, done=self._ended, where=self._moved)
         if now - max(self._looked, self._begun) > _LOOK:
             self._looked = now
             self._group.tell(self._open, "where")
@@ -349,7 +181,14 @@ class KeptCell:
         if now - max(self._drawn, self._begun) > _REDRAW:
             self._drawn = now
             words, tone = ("stopping", "waiting") if self._interrupted or self._cut else ("running on", "busy")
-            self._show(tone, f"{words} {ranks_text(self._open)} · {now - self._begun:.0f} s", self._waiting)
+            self._show(tone, f"{words} {ranks_text(self._open)} · {now - self._begun:.0f} s", self._waiting())
+
+    def _ended(self, message: Message) -> None:
+        self._ranks[message.rank].done = message.fields
+
+    def _moved(self, message: Message) -> None:
+        if message.rank in self._ranks:  # not one of an earlier cell
+            self._ranks[message.rank].moves_to(message.fields, time.monotonic())
 
     def _act(self, now: float) -> None:
         waits = self._open and all(self._ranks[number].waits for number in self._open)
@@ -372,7 +211,7 @@ class KeptCell:
         return self._ranks[number].needs(self._group.ranks) - set(self._open)
 
     def _end_collectives(self, now: float) -> None:
-        self._cut, self._why = now, self._waiting
+        self._cut, self._why = now, self._waiting(past=True)
         for number in self._open:
             self._ranks[number].was_cut = True
         self._group.cut(self._open)
@@ -381,12 +220,11 @@ class KeptCell:
         if self._interrupted is not None:  # the second time
             raise RanksRestarted(self._restarted("interrupted twice"))
         self._interrupted = time.monotonic()
-        self._why = self._waiting
+        self._why = self._waiting(past=True)
         self._group.tell(self._open, "interrupt")
 
-    @property
-    def _waiting(self) -> str:
-        """Who waits where, and for whom."""
+    def _waiting(self, past: bool = False) -> str:
+        """Who waits where, and for whom; in the `past`, who waited."""
         places: dict[tuple[str, str], list[int]] = {}
         for number in self._open:
             rank = self._ranks[number]
@@ -394,17 +232,16 @@ class KeptCell:
                 places.setdefault((rank.call, self._line(rank.where)), []).append(number)
         parts = []
         for (call, line), numbers in places.items():
-            verb = "waits" if len(numbers) == 1 else "wait"
+            verb = "waited" if past else "waits" if len(numbers) == 1 else "wait"
             parts.append(f"{ranks_text(numbers)} {verb} in {call} at {line}")
         absent = {other for number in self._open if self._ranks[number].waits for other in self._absent(number)}
         for said, numbers in (
             ("raised an exception", [number for number in absent if self._has_failed(number)]),
             ("ended the cell", [number for number in absent if number in self._ranks and not self._has_failed(number)]),
-            ("not in this cell", [number for number in absent if number not in self._ranks]),
+            ("did not run the cell", [number for number in absent if number not in self._ranks]),
         ):
             if numbers:
-                be = ("is " if len(numbers) == 1 else "are ") if said.startswith("not") else ""
-                parts.append(f"{ranks_text(numbers)} {be}{said}")
+                parts.append(f"{ranks_text(numbers)} {said}")
         return "; ".join(parts)
 
     def _line(self, where: dict[str, Any]) -> str:
@@ -694,11 +531,11 @@ def _pull(group: Group, name: str, some: Sequence[str]) -> None:
 
     chosen = _chosen("".join(some), group)
     values = {}
-    for rank, (message, data) in group.ask(chosen, "pull", "pulled", name=name).items():
-        if message["error"]:
-            raise CellError(f"{name} {message['error']} on rank {rank}")
+    for rank, message in group.ask(chosen, "pull", "pulled", name=name).items():
+        if message.fields["error"]:
+            raise CellError(f"{name} {message.fields['error']} on rank {rank}")
         try:
-            values[rank] = unpacked(message["tree"], data)
+            values[rank] = unpacked(message.fields["tree"], message.data)
         except NoValue as error:
             raise CellError(f"{name} {error} on rank {rank}") from None
     one = len(chosen) == 1 and bool(some)
@@ -718,9 +555,9 @@ def _push(group: Group, name: str, some: Sequence[str]) -> None:
         tree, data = packed(variables[name])
     except NoValue as error:
         raise CellError(f"{name} {error}") from None
-    for rank, (message, _) in group.ask(chosen, "push", "pushed", data, name=name, tree=tree).items():
-        if message["error"]:
-            raise CellError(f"{name} {message['error']} on rank {rank}")
+    for rank, message in group.ask(chosen, "push", "pushed", data, name=name, tree=tree).items():
+        if message.fields["error"]:
+            raise CellError(f"{name} {message.fields['error']} on rank {rank}")
     group.names = sorted({*group.names, name})
     print(f"{name} is set on {ranks_text(chosen)}")
 
@@ -736,12 +573,17 @@ class _Held:
         self._title = f"{group.name}: {state.words}"
         pids = state.status.ranks or {}
         self._ranks = [
-            (str(rank), str(pids.get(rank, pids.get(str(rank), "–"))), group.spec.device, _size(message["memory"]))
-            for rank, (message, _) in answers.items()
+            (
+                str(rank),
+                str(pids.get(rank, pids.get(str(rank), "–"))),
+                group.spec.device,
+                _size(message.fields["memory"]),
+            )
+            for rank, message in answers.items()
         ]
         rows: dict[tuple[str, ...], list[int]] = {}
-        for rank, (message, _) in answers.items():
-            for row in message["rows"]:
+        for rank, message in answers.items():
+            for row in message.fields["rows"]:
                 known = (row["name"], row["type"], *(row.get(key, "") for key in ("shape", "dtype", "device")))
                 rows.setdefault((*map(str, known), _size(row.get("bytes"))), []).append(rank)
         self._variables = [

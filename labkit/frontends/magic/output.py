@@ -54,8 +54,18 @@ class RankOutput:
 
     @property
     def heading(self) -> str:
-        """The rank, how it ended, and what it took."""
-        return " · ".join(filter(None, (self.name, self.fate, _took(self.measured))))
+        """The rank, and how it ended."""
+        return " · ".join(filter(None, (self.name, self.fate)))
+
+    @property
+    def took(self) -> str:
+        """`0.12 s · peak 310 MiB · sent 1.5 KiB`, with ranges for several ranks; empty if it was not measured."""
+        parts = [
+            _between(seconds_text, [rank.seconds for rank in self.measured]),
+            _between(_whole, [rank.peak for rank in self.measured], "peak "),
+            _between(_whole, [rank.sent for rank in self.measured], "sent "),
+        ]
+        return " · ".join(filter(None, parts))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -95,16 +105,6 @@ def _together(outputs: Sequence[RankOutput]) -> tuple[RankOutput, ...]:
             else replace(block, others=(*block.others, output.rank), measured=(*block.measured, *output.measured))
         )
     return tuple(blocks.values())
-
-
-def _took(measured: Sequence[Measured]) -> str:
-    """`0.12 s · peak 310 MiB · sent 1.5 KiB`, with ranges for several ranks."""
-    parts = [
-        _between(seconds_text, [rank.seconds for rank in measured]),
-        _between(_whole, [rank.peak for rank in measured], "peak "),
-        _between(_whole, [rank.sent for rank in measured], "sent "),
-    ]
-    return " · ".join(filter(None, parts))
 
 
 def _between(text: Callable[[float], str], values: Sequence[float | None], name: str = "") -> str:
@@ -172,7 +172,8 @@ class Shown:
         for output in self._said:
             passed = f"… {output.passed:,} earlier lines\n" if output.passed else ""
             said = passed + "\n".join(filter(None, (output.stdout, output.value, output.stderr)))
-            parts.append(f"── {output.heading}\n{_plain(said) or '(no output)'}")
+            heading = " · ".join(filter(None, (output.heading, output.took)))
+            parts.append(f"── {heading}\n{_plain(said) or '(no output)'}")
         parts.append(table_text(self.reports or {}, self._numbers))
         return visible("\n".join(filter(None, parts)))
 
@@ -193,7 +194,8 @@ def _block(output: RankOutput) -> str:
         errors = f"<details><summary>stderr</summary>{errors}</details>"
     nothing = "" if said or errors or passed or value else '<span style="opacity:.6">(no output)</span>'
     squares = "".join(f'<span style="color:{rank_colour(rank)}">■</span>' for rank in (output.rank, *output.others))
-    mark = f'<span aria-hidden="true">{squares}</span> <b>{escape(output.heading)}</b>'
+    took = f' <span style="opacity:.75">{escape(output.took)}</span>' if output.measured else ""
+    mark = f'<span aria-hidden="true">{squares}</span> <b>{escape(output.heading)}</b>{took}'
     lines = f'<div style="{_LINES}" tabindex="0"><div>{passed}{said}{value}{errors}{nothing}</div></div>'
     style = _BLOCK.format(colour=_TONES["quiet"] if output.others else colour)
     return f'<div role="group" aria-label="{output.name}" class="labkit-cell-rank" style="{style}">{mark}{lines}</div>'
