@@ -197,6 +197,49 @@ report(all_reduce=total, all_gather=torch.cat(gathered), reduce_scatter=chunk, a
 # The all-to-all transposes the table: row r of the input has become column r.
 
 # %% [markdown]
+# ## Optional: the ring, one round per cell
+#
+# Each cell so far started four processes that ended with it. With `--keep` the ranks stay, with their variables, and
+# `%%ranks` runs the next cell on the same processes. So you can stop a collective between two rounds and look.
+
+# %%
+# %%torchrun 4 --keep
+x = torch.full((4,), float(rank + 1), device=device)  # four chunks of one number each
+finished = 0  # rounds
+
+# %% [markdown]
+# The next cell is one round of the first pass. The rank sends a chunk to its right neighbour, and adds the one from its
+# left neighbour. **Predict:** which number changes on rank 0, and to what?
+
+# %%
+# %%ranks
+sent = (rank - finished) % 4
+incoming = torch.empty(1, device=device)
+to_right = dist.P2POp(dist.isend, x[sent : sent + 1].clone(), (rank + 1) % 4)
+from_left = dist.P2POp(dist.irecv, incoming, (rank - 1) % 4)
+for request in dist.batch_isend_irecv([to_right, from_left]):
+    request.wait()
+x[(sent - 1) % 4] += incoming[0]
+finished += 1
+x
+
+# %% [markdown]
+# <details class="answer"><summary>Answer</summary>
+#
+# Rank 0 sends chunk 0 and receives chunk 3 of rank 3, which is 4: its last number becomes 1 + 4 = 5.
+#
+# </details>
+#
+# **Try it:** run the cell twice more. After three rounds each rank has one complete sum, 1 + 2 + 3 + 4 = 10: that is a
+# reduce-scatter. `%ranks` shows what each rank holds. Run the cell a fourth time: why does the second pass of the ring
+# copy chunks instead of adding them?
+#
+# The ranks hold their devices until they are stopped:
+
+# %%
+# %ranks stop
+
+# %% [markdown]
 # ## The cost model
 #
 # A message takes a fixed latency **α**, regardless of its size, and a time **β** per byte:

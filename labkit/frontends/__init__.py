@@ -1,4 +1,4 @@
-"""The front ends: the panel, the terminal, the `%%torchrun` magic, handouts and `labkit doctor`.
+"""The front ends: the panel, the terminal, the magics, handouts and `labkit doctor`.
 
 They contain no logic and do not know each other.
 
@@ -18,8 +18,10 @@ They contain no logic and do not know each other.
 - Class. `frontends/panel/class_view.py` shows a class, which a thread of its own reads again every few seconds, with
   the HTML of `course/classroom/page.py`, as on the page of `labkit class --html`.
 - Terminal. `frontends/terminal.py` draws the same facts from RunState with rich.
-- Magic. `frontends/magic/` is `%%torchrun`: `frontends/magic/torchrun.py` reads the cell, writes it to the `train.py`
-  of the run folder, follows its run and formats what is shown; `report` is the only part that runs in the ranks.
+- Magic. `frontends/magic/` is `%%torchrun`: `frontends/magic/cell.py` reads the cell, `frontends/magic/torchrun.py`
+  writes it to the `train.py` of the run folder and follows its run, `frontends/magic/output.py` formats what is shown.
+  `frontends/magic/kept.py` is `%%torchrun N --keep` and `%%ranks`: one run whose script, `probe/cells.py`, runs the
+  cells that it is sent. `report` is the only part here that runs in the ranks.
 - Handouts. `frontends/handout/execute.py` runs a lab in a kernel of this Python, over pipes, in a temporary folder.
   `frontends/handout/lab.py` links terms to their definitions; `frontends/handout/clean.py` sanitises the HTML of
   cells by lists, as the last step. What the lab writes itself is escaped and not sanitised:

@@ -31,6 +31,8 @@ labkit, the probe imports only the event writer (`record`).
 `tensors`           writes gradients and parameters to files if LABKIT_TENSORS=1
 `traffic`           bytes exchanged between ranks, by operation, from torch's flight recorder
 `hosts`             several nodes: the store on loopback, the hosts of all ranks, nodes that are cut off
+`cells`             the script of ranks that stay: runs the cells that a notebook sends
+`values`            tensors and plain values as data, without pickle, for `cells` and the notebook
 `link_times`        a script of its own: times collectives, for `labkit doctor --calibrate`
 =================== ==================================================================================================
 

@@ -51,6 +51,7 @@ def install(journal: Journal, patches: Patches, run: str, sample_every: int) -> 
     watch.groups.before_end(watch.recorder.store_newest)
     if traffic := Guard(journal, "traffic")(TrafficWatch, journal, patches, watch.recorder):
         watch.after_step.append(lambda: traffic.step_ends(watch.finished, watch.evaluations))
+    watch.traffic = traffic
     messages = (lambda: traffic.messages) if traffic else int
     watch.looks = Guard(journal, "looks")(Looks, journal, patches, watch.recorder, watch, messages)
     if looks := watch.looks:

@@ -148,9 +148,18 @@ def main(arguments: list[str]) -> None:
         sys.exit(execute(arguments, None))
     keep_memory()
     watched = Watched(run)
+    _current.append(watched)
     code = execute(arguments, watched)
     watched.end(code)
     leave(code)
+
+
+_current: list[Watched] = []  # of this process
+
+
+def steps_of_this_rank() -> StepWatch | None:
+    """What the hooks of this process have seen; None if no probe runs here, or if its hooks could not be installed."""
+    return _current[0].steps if _current else None
 
 
 class Watched:
@@ -192,6 +201,11 @@ class Watched:
                 )
         Guard(self.journal, "loopback")(keep_stores_local, patches, run)
         self._watch_exit()
+
+    @property
+    def steps(self) -> StepWatch | None:
+        """What the hooks have seen; None if they could not be installed."""
+        return self._watch
 
     def _watch_exit(self) -> None:
         """`os._exit` bypasses all exit handlers of Python, so pending events are written before it is called."""

@@ -23,7 +23,7 @@ from labkit.probe.patches import Patches
 from labkit.probe.sampler import StepSampler
 from labkit.probe.samples import Observations, SampleCount, Shape, packed, shapes_in
 from labkit.probe.threads import ScriptThread
-from labkit.probe.traffic import FlightRecorder, GroupWatch
+from labkit.probe.traffic import FlightRecorder, GroupWatch, TrafficWatch
 from labkit.record import clock
 from labkit.record.writer import PHASES, STARTUP
 
@@ -223,6 +223,8 @@ class StepWatch:
         self.observations: Observations | None = None
         self.startup: Startup | None = None
         self.looks: Looks | None = None
+        self.traffic: TrafficWatch | None = None
+        self.idle = False  # whether the rank waits for a cell of a notebook
         self._see, self._share = Guard(journal, "observations"), Guard(journal, "loss shares")
         self._finite = True  # whether all known losses were finite
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -312,6 +314,19 @@ class StepWatch:
         if activity != self._activity:
             self._activity = activity
             self._journal.write("activity", name=activity)
+
+    def cell_begins(self) -> None:
+        """A rank that stays runs a cell of a notebook."""
+        self.progress, self.idle = time.monotonic(), False
+        self._do("running a cell")
+
+    def cell_ends(self) -> None:
+        """It waits for the next one, which belongs to no step unless a step is under way."""
+        self.progress, self.idle = time.monotonic(), True
+        self._stack = []
+        if not self._trained:
+            self._restart()
+        self._do("waiting for a cell")
 
     def _mark(self, phase: str) -> None:
         self.progress = time.monotonic()

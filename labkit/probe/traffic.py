@@ -350,6 +350,7 @@ class TrafficWatch:
         self._seen = (0, 0)
         self._calls = self._sent = self._depth = 0
         self.messages = 0  # that this rank has sent since it started
+        self.bytes_of_messages = 0  # the size of all of them
         self._passed: list[dict[str, Any]] | None = None
         self._read: list[dict[str, Any]] | None = None  # the recorder's entries, if already read for this step
         if dist.is_available():
@@ -367,6 +368,7 @@ class TrafficWatch:
                 size = tensor.numel() * tensor.element_size()
                 if sends:
                     self.messages += 1
+                    self.bytes_of_messages += size
                     self._calls += 1
                     self._sent += size
                 if self._passed is not None:

@@ -92,6 +92,8 @@ class WaitWatch(threading.Thread):
                 self._journal.write("going_on", waited=round(progress - self._progress, 3))
             self._has_asked = False
             self._progress, self._computed = progress, self._watch.thread.cpu_seconds()
+        if self._watch.idle:
+            return
         idle = now - progress
         due = self._patience() if self._reported is None else self._reported + _AGAIN - progress
         if idle >= due - 2 * self._poll and not self._has_asked:

@@ -48,4 +48,6 @@ test ensures that neither analysis nor figures read a clock. `record/follow.py` 
 folder, or plays a recorded run again, and `record/logs.py` reads logs, both from the position of the last read, at
 bounded cost. `record/startup.py` says what each rank has reached before its first step, `record/status.py` what the
 status is now, also if no process is left to write it.
+
+`record/channel.py` is the one thing that is no file: what a notebook and ranks that stay send each other.
 """

@@ -38,7 +38,7 @@ from labkit.analysis.diagnose import NAMES
 from labkit.common.arguments import Number, shown
 from labkit.course import pictures
 from labkit.frontends.magic import report
-from labkit.frontends.magic.torchrun import Cell, CellError
+from labkit.frontends.magic.cell import Cell, CellError
 
 # ---- the other public names
 

@@ -1,4 +1,5 @@
-"""`%%torchrun` in JupyterLab: separate output of each rank, Stop, and the output that stays after a page reload."""
+"""`%%torchrun` in JupyterLab: separate output of each rank, Stop, and the output that stays after a page reload; and
+ranks that stay across cells."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from conftest import processes_of, wait_until
 
 pytestmark = pytest.mark.browser
 
-NOTEBOOK = """# ---
+HEAD = """# ---
 # jupyter:
 #   jupytext:
 #     formats: ipynb,py:percent
@@ -22,7 +23,8 @@ NOTEBOOK = """# ---
 
 # %%
 # %load_ext labkit
-
+"""
+NOTEBOOK = f"""{HEAD}
 # %%
 # %%torchrun 4 --device cpu
 x = torch.full((2,), float(rank))
@@ -74,3 +76,58 @@ def test_a_cell_on_four_ranks_and_one_that_is_stopped(page, jupyter):
     page.reload()
     sync_api.expect(held.locator(".labkit-cell-state")).to_have_text(re.compile("stopped after"), timeout=60_000)
     sync_api.expect(sums.locator(".labkit-cell-reports tr")).to_have_count(5)
+
+
+KEPT = f"""{HEAD}
+# %%
+# %%torchrun 4 --keep --device cpu
+model = torch.nn.Linear(1000, 1000)
+x = torch.full((2, 3), float(rank))
+dist.all_reduce(x)
+print("every rank prints this")
+x
+
+# %%
+# %%ranks
+share = x[0] * (rank + 1)
+share
+
+# %%
+# %ranks
+
+# %%
+# %%ranks
+if rank == 2:
+    raise ValueError("<b>no</b> data on this rank")
+dist.all_reduce(share)
+
+# %%
+print("not reached")
+"""
+
+
+def test_ranks_that_stay_across_cells(page, jupyter):
+    (jupyter.work / "kept.py").write_text(KEPT)
+    open_notebook(page, jupyter, "kept.py")
+    command(page, "notebook:run-all-cells")
+    first, second, table, failed, last = (page.locator(".jp-CodeCell").nth(number) for number in range(1, 6))
+    sync_api.expect(failed.locator(".labkit-cell-state")).to_contain_text(
+        "rank 2 failed at line 3: ValueError: <b>no</b> data", timeout=RUN_TIMEOUT
+    )
+    sync_api.expect(failed.locator(".labkit-cell-state")).to_contain_text(
+        "ranks 0–1, 3 waited in all_reduce #2 at line 4; rank 2 raised an exception. So the process group was",
+        timeout=RUN_TIMEOUT,
+    )
+    common = first.get_by_role("group", name="ranks 0–3", exact=True)
+    sync_api.expect(common).to_contain_text("every rank prints this")
+    sync_api.expect(common.locator(".labkit-cell-value")).to_contain_text("tensor([[6., 6., 6.],")
+    for rank in range(4):
+        block = second.get_by_role("group", name=f"rank {rank}", exact=True)
+        sync_api.expect(block.locator(".labkit-cell-value")).to_contain_text(f"tensor([{6 * (rank + 1)}., ")
+    sync_api.expect(table.locator(".labkit-ranks")).to_contain_text("1,001,000 parameters")
+    sync_api.expect(last.locator(".jp-OutputArea-output")).to_have_count(0)
+    see(second)
+    picture(page, "22-kept-ranks")
+    set_theme(page, "Dark")
+    see(failed)
+    picture(page, "23-kept-ranks-dark")

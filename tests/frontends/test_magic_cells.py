@@ -10,14 +10,16 @@ import nbclient
 import nbformat
 import pytest
 from conftest import processes_of, wait_until
+from kernels import SECONDS, Front
 from places import ROOT
 
 from labkit.analysis.diagnose import Finding
 from labkit.frontends.magic import torchrun
-from labkit.frontends.magic.torchrun import Cell, CellRun, Reports, Shown
+from labkit.frontends.magic.cell import Cell
+from labkit.frontends.magic.output import Shown
+from labkit.frontends.magic.torchrun import CellRun, Reports
 from labkit.setup.machine import Machine
 
-SECONDS = 240  # timeout of a run on a busy machine
 CPU = Machine(gpus=(), cores=2, memory=8 << 30)
 
 
@@ -105,38 +107,6 @@ def test_cells_in_a_headless_notebook(runs, tmp_path, kernel_environment):
         "ipython",
         "runs",
     ], "no files are left next to the run folders"
-
-
-class Front:
-    """An interactive notebook client: it accepts input requests, stores displayed output, and can interrupt."""
-
-    def __init__(self, manager: jupyter_client.KernelManager, client: jupyter_client.BlockingKernelClient):
-        self.manager, self.client = manager, client
-        self.shown: dict[str, str] = {}
-
-    def do(self, code: str) -> str:
-        """Executes code and returns its printed output."""
-        printed = []
-
-        def hear(message) -> None:
-            self.take(message)
-            if message["msg_type"] == "stream":
-                printed.append(message["content"]["text"])
-
-        self.client.execute_interactive(code, allow_stdin=True, timeout=SECONDS, output_hook=hear)
-        return "".join(printed)
-
-    def take(self, message) -> None:
-        """Stores displayed output by its display id."""
-        place = message["content"].get("transient", {}).get("display_id")
-        if place:
-            self.shown[place] = message["content"]["data"].get("text/plain", "")
-
-    def sees(self, words: str) -> bool:
-        """Whether `words` are displayed, after reading all pending messages."""
-        while self.client.iopub_channel.msg_ready():
-            self.take(self.client.get_iopub_msg())
-        return any(words in text for text in self.shown.values())
 
 
 @pytest.fixture

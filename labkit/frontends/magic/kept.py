@@ -1,0 +1,640 @@
+"""`%%torchrun 4 --keep`, `%%ranks` and `%ranks`: ranks that live across cells, with their variables.
+
+A cell blocks the kernel as any other cell does, and an interrupt stops the cell.
+
+A cell is over when each of its ranks has ended it. If those that have not wait for one that has, as after an exception
+on one rank, no one can help them: after `PATIENCE` their collective is ended, and then the process group is made again.
+If that fails, the ranks are restarted. In both cases it is said what is left.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from IPython import get_ipython
+from IPython.core.completer import SimpleCompletion, context_matcher
+from IPython.core.error import UsageError
+from IPython.display import display
+
+from labkit.common.arguments import shown
+from labkit.common.text import escape, visible
+from labkit.common.units import size
+from labkit.frontends.magic.cell import KEEP, Cell, CellError, check_body, words_of
+from labkit.frontends.magic.group import Group, Message, RanksGone
+from labkit.frontends.magic.output import (
+    Measured,
+    RankOutput,
+    Shown,
+    merged,
+    ranks_text,
+    script_bundle,
+    seconds_text,
+)
+from labkit.launch.job import LaunchError
+from labkit.plan.spec import Spec
+from labkit.record.folder import STREAMS
+from labkit.runs.notebook import cell as execution_count
+from labkit.runs.notebook import headless, in_notebook
+from labkit.setup.machine import Machine
+
+PATIENCE = 3.0  # seconds for which ranks wait for one that has ended the cell, before their collective is ended
+_SOON = 2.0  # seconds after an interrupt in which ranks in Python code end the cell
+_HOPELESS = 10.0  # seconds of a hang after which a cell is interrupted if nobody watches it
+_LIMIT = 20.0  # seconds after which ranks that do not return from C code are restarted
+_REDRAW = 0.25
+_LOOK = 0.5  # seconds between two questions where the ranks are
+_STILL = 0.3  # share of a core below which a rank that has called a collective waits in it
+_AGAIN = (
+    "the process group was made again, and all variables are there. What holds the old one must be made again: DDP and"
+    " FSDP models, device meshes, and groups of new_group()"
+)
+_LOST = "the ranks were restarted, and their variables are lost"
+
+
+class RanksRestarted(RanksGone):
+    """New ranks are there in their place; the message says why."""
+
+
+class CellFailed(Exception):
+    """A cell failed on a rank or was interrupted, which stops the cells that are queued after it. What happened is
+    shown already."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
+# ---- one cell
+
+
+@dataclass
+class _Rank:
+    """One rank in one cell: what it said at its end, where it was when it was asked last, and since when it has not
+    moved."""
+
+    done: dict[str, Any] | None = None
+    where: dict[str, Any] = field(default_factory=dict)
+    asked: float = 0.0
+    still: float | None = None
+    was_cut: bool = False
+
+    def moves_to(self, where: dict[str, Any], now: float) -> None:
+        """The rank is there now."""
+        before, cpu = self.where, where["cpu"]
+        calls = bool(where["call"] or where["pending"])
+        same = all(before.get(name) == where[name] for name in ("cell", "line", "call", "pending"))
+        rests = cpu is None or before.get("cpu") is None or cpu - before["cpu"] < _STILL * (now - self.asked)
+        if not (calls and same and rests):
+            self.still = None
+        elif self.still is None:
+            self.still = now
+        self.where, self.asked = where, now
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits in a collective, and has not ended the cell."""
+        return self.done is None and self.still is not None
+
+    @property
+    def call(self) -> str:
+        """`all_reduce #3`: what it waits in."""
+        if self.where["pending"]:
+            oldest = self.where["pending"][0]
+            return oldest["op"] + (f" #{oldest['seq']}" if oldest.get("seq") else "")
+        return self.where["call"]
+
+    def needs(self, everyone: range) -> set[int]:
+        """The ranks without which it cannot continue, among others."""
+        needed: set[int] = set()
+        for op in self.where["pending"][:1]:
+            needed |= set(op["ranks"]) | ({op["peer"]} if op.get("peer") is not None else set())
+        return needed or set(everyone)
+
+
+class KeptCell:
+    """One cell on some of the ranks. `draw` is called with the output whenever it changes."""
+
+    def __init__(self, group: Group, ranks: Sequence[int], body: str, draw: Callable[[Shown], None], patient: bool):
+        self._group, self._numbers, self._draw, self._patient = group, ranks, draw, patient
+        self._name = f"Cell In[{execution_count()}]"
+        self._body = body
+        self._ranks = {rank: _Rank() for rank in ranks}
+        group.forget()
+        self._begun = time.monotonic()
+        self._interrupted: float | None = None
+        self._cut: float | None = None
+        self._why = ""
+        self._drawn, self._looked = 0.0, 0.0
+        self._before = {}
+        for key, tail in group.tails.items():
+            while tail.poll():
+                pass
+            self._before[key] = tail.count, tail.partial
+
+    def go(self) -> bool:
+        """Runs the cell to its end; returns whether it succeeded on all ranks. Raises `RanksGone` if the ranks are
+        gone afterwards."""
+        self._group.tell(self._numbers, "run", cell=self._name, code=f"\n{self._body}")
+        try:
+            while self._open:
+                try:
+                    self._follow()
+                except KeyboardInterrupt:
+                    self._interrupt()
+            hint = self._repair()
+        except KeyboardInterrupt:
+            restarted = RanksRestarted(self._restarted("interrupted while it was stopping"))
+            self._show("bad", str(restarted))
+            raise restarted from None
+        except RanksRestarted as restarted:
+            self._show("bad", str(restarted))
+            raise
+        except RanksGone as gone:
+            self._show("bad", f"{gone}. {self._start_again}")
+            raise
+        self._show_end(hint)
+        return all(rank.done is not None and rank.done["error"] is None for rank in self._ranks.values())
+
+    @property
+    def _start_again(self) -> str:
+        return f"%%torchrun {self._group.spec.nproc} {KEEP} starts new ones"
+
+    @property
+    def _open(self) -> list[int]:
+        """The ranks that have not ended the cell."""
+        return [number for number, rank in self._ranks.items() if rank.done is None]
+
+    # ---- while it runs
+
+    def _follow(self) -> None:
+        now = time.monotonic()
+        self._group.hear(0.02 if now - self._begun < 1 else 0.1, done=self._ended, where=self._moved)
+        if now - max(self._looked, self._begun) > _LOOK:
+            self._looked = now
+            self._group.tell(self._open, "where")
+        self._act(now)
+        if now - max(self._drawn, self._begun) > _REDRAW:
+            self._drawn = now
+            words, tone = ("stopping", "waiting") if self._interrupted or self._cut else ("running on", "busy")
+            self._show(tone, f"{words} {ranks_text(self._open)} · {now - self._begun:.0f} s", self._waiting())
+
+    def _ended(self, message: Message) -> None:
+        self._ranks[message.rank].done = message.fields
+
+    def _moved(self, message: Message) -> None:
+        if message.rank in self._ranks:  # not one of an earlier cell
+            self._ranks[message.rank].moves_to(message.fields, time.monotonic())
+
+    def _act(self, now: float) -> None:
+        waits = self._open and all(self._ranks[number].waits for number in self._open)
+        since = max((self._ranks[number].still or now for number in self._open), default=now)
+        if self._cut is not None:
+            if now - self._cut > _LIMIT:
+                raise RanksRestarted(self._restarted(f"{ranks_text(self._open)} did not return from the collective"))
+        elif self._interrupted is not None:
+            if waits and now - self._interrupted > _SOON:
+                self._end_collectives(now)
+            elif now - self._interrupted > _LIMIT:
+                raise RanksRestarted(self._restarted(f"{ranks_text(self._open)} did not return to Python"))
+        elif waits and now - since > PATIENCE and any(self._absent(number) for number in self._open):
+            self._end_collectives(now)
+        elif waits and now - since > _HOPELESS and not self._patient:
+            self._interrupt()
+
+    def _absent(self, number: int) -> set[int]:
+        """The ranks that a waiting rank needs, and that are not in this cell any more."""
+        return self._ranks[number].needs(self._group.ranks) - set(self._open)
+
+    def _end_collectives(self, now: float) -> None:
+        self._cut, self._why = now, self._waiting(past=True)
+        for number in self._open:
+            self._ranks[number].was_cut = True
+        self._group.cut(self._open)
+
+    def _interrupt(self) -> None:
+        if self._interrupted is not None:  # the second time
+            raise RanksRestarted(self._restarted("interrupted twice"))
+        self._interrupted = time.monotonic()
+        self._why = self._waiting(past=True)
+        self._group.tell(self._open, "interrupt")
+
+    def _waiting(self, past: bool = False) -> str:
+        """Who waits where, and for whom; in the `past`, who waited."""
+        places: dict[tuple[str, str], list[int]] = {}
+        for number in self._open:
+            rank = self._ranks[number]
+            if rank.waits:
+                places.setdefault((rank.call, self._line(rank.where)), []).append(number)
+        parts = []
+        for (call, line), numbers in places.items():
+            verb = "waited" if past else "waits" if len(numbers) == 1 else "wait"
+            parts.append(f"{ranks_text(numbers)} {verb} in {call} at {line}")
+        absent = {other for number in self._open if self._ranks[number].waits for other in self._absent(number)}
+        for said, numbers in (
+            ("raised an exception", [number for number in absent if self._has_failed(number)]),
+            ("ended the cell", [number for number in absent if number in self._ranks and not self._has_failed(number)]),
+            ("did not run the cell", [number for number in absent if number not in self._ranks]),
+        ):
+            if numbers:
+                parts.append(f"{ranks_text(numbers)} {said}")
+        return "; ".join(parts)
+
+    def _line(self, where: dict[str, Any]) -> str:
+        line = f"line {where['line']}"
+        return line if where["cell"] == self._name else f"{where['cell']}, {line}"
+
+    def _has_failed(self, number: int) -> bool:
+        rank = self._ranks.get(number)
+        return rank is not None and rank.done is not None and rank.done["error"] is not None
+
+    # ---- at its end
+
+    def _repair(self) -> str:
+        """Makes the process group again if a collective was ended, or if the ranks have called different numbers of
+        them; returns what to say."""
+        done = [rank.done for rank in self._ranks.values() if rank.done is not None]
+        self._group.names = sorted({name for message in done for name in message["names"]})
+        calls = {message["calls"] for message in done}
+        failed = any(message["error"] for message in done)
+        if self._cut is None and not (failed and len(calls) > 1):
+            return ""
+        why = self._why or "the ranks have called different numbers of collectives"
+        if problem := self._group.regroup():
+            raise RanksRestarted(self._restarted(f"{why}, and the process group could not be made again ({problem})"))
+        return f"{why}. So {_AGAIN}."
+
+    def _restarted(self, why: str) -> str:
+        """Restarts the ranks, and says so."""
+        self._show("waiting", "restarting the ranks", why)
+        _restart(self._group, lambda words: self._show("waiting", words, why))
+        return f"{why}: {_LOST}"
+
+    def _show_end(self, hint: str) -> None:
+        took = max((rank.done["seconds"] for rank in self._ranks.values() if rank.done), default=0.0)
+        errors = {
+            number: rank.done["error"]
+            for number, rank in self._ranks.items()
+            if rank.done and rank.done["error"] and not rank.was_cut
+        }
+        interrupted = [number for number, error in errors.items() if error["type"] == "KeyboardInterrupt"]
+        if self._interrupted is not None and len(interrupted) == len(errors):
+            self._show("quiet", f"interrupted after {seconds_text(took)}", hint, final=True)
+        elif errors:
+            first = next(iter(errors))
+            alike = [
+                number
+                for number, error in errors.items()
+                if (error["type"], error["message"]) == (errors[first]["type"], errors[first]["message"])
+            ]
+            where = f" at line {errors[first]['line']}" if errors[first]["line"] else ""
+            said = errors[first]["type"] + (f": {errors[first]['message']}" if errors[first]["message"] else "")
+            self._show("bad", f"{ranks_text(alike)} failed{where}: {said}", hint, final=True)
+        elif self._cut is not None:
+            self._show("bad", f"{ranks_text(self._numbers)} could not complete the cell", hint, final=True)
+        else:
+            self._show("good", f"ran on {ranks_text(self._numbers)} in {seconds_text(took)}", hint, final=True)
+
+    # ---- output
+
+    def _show(self, tone: str, title: str, hint: str = "", final: bool = False) -> None:
+        for tail in self._group.tails.values():
+            while tail.poll() and final:
+                pass
+        outputs = [self._output(number) for number in self._numbers]
+        reports = {
+            number: rank.done["reports"] for number, rank in self._ranks.items() if rank.done and rank.done["reports"]
+        }
+        self._draw(Shown(title, tone, merged(outputs) if final else outputs, reports, hint))
+
+    def _output(self, number: int) -> RankOutput:
+        rank, texts, passed = self._ranks[number], {}, 0
+        for stream in STREAMS:
+            tail = self._group.tails[number, stream]
+            count, partial = self._before[number, stream]
+            first, lines = tail.since(count)
+            lines = [*lines, *filter(None, [tail.partial])]
+            if first == count and lines:
+                lines[0] = lines[0].removeprefix(partial)
+            passed += first - count
+            texts[stream] = self._named("\n".join(lines)).rstrip("\n")
+        fate, value = "", ""
+        if rank.done is not None:
+            error, value = rank.done["error"], rank.done["value"]
+            measured = (Measured(rank.done["seconds"], rank.done["peak"], rank.done["sent"]),)
+            if rank.was_cut and error:
+                fate = f"waited in {rank.call} at {self._line(rank.where)}"
+            elif error and error["type"] == "KeyboardInterrupt":
+                fate = "interrupted" + (f" at line {error['line']}" if error["line"] else "")
+            elif error:
+                fate = "failed"
+            if error and fate == "failed":
+                texts["stderr"] = "\n".join(filter(None, (texts["stderr"], self._named(error["traceback"]))))
+        else:
+            measured = ()
+        return RankOutput(
+            number, texts["stdout"], texts["stderr"], passed, fate, value=self._named(value), measured=measured
+        )
+
+    def _named(self, text: str) -> str:
+        """Names of cells without quotes, as IPython has them."""
+        return re.sub(r'File "(Cell In\[\d+\])", line', r"\1, line", text)
+
+
+# ---- the magics
+
+
+_group: Group | None = None
+_NOTHING = {"text/html": "", "text/plain": ""}
+_NO_RANKS = f"no ranks stay here; %%torchrun 4 {KEEP} starts them"
+_USAGE = "%ranks, %ranks stop, %ranks restart, %ranks pull NAME [RANKS] and %ranks push NAME [RANKS]"
+
+
+def register(ipython: Any) -> None:
+    """Registers `%%ranks` and `%ranks` with this IPython, and the completion of the names that ranks hold."""
+    ipython.register_magic_function(ranks, "line_cell", "ranks")
+    if _complete not in ipython.Completer.custom_matchers:
+        ipython.Completer.custom_matchers.append(_complete)
+
+
+def begin_with(line: str, body: str) -> None:
+    """`%%torchrun N --keep`: starts ranks that stay, unless they are there, and runs the first cell on them."""
+    global _group
+    cell = Cell.read(shlex.join(word for word in words_of(line) if word != KEEP), body, Machine.here())
+    if cell.name is not None:
+        raise CellError(f"--as is for ranks that end with their cell; with {KEEP}, use %ranks pull NAME")
+    place = _Place()
+    if _group is not None and not _group.run.state.over:
+        here = _group.spec
+        if (here.nproc, here.device) != (cell.spec.nproc, cell.spec.device):
+            raise CellError(
+                f"{_group.name} stay here already; use %%ranks, or end them first with %ranks stop, got {shown(line)}"
+            )
+    else:
+        _group = None
+        _group = _started(replace(cell.spec, script="ranks.py"), lambda words: place.draw(Shown(words, "waiting")))
+        place.then(script_bundle(_group.source))
+    _run(_group, _group.ranks, body, place)
+
+
+def ranks(line: str, body: str | None = None) -> None:
+    """%%ranks [RANKS] runs the cell on the ranks that `%%torchrun N --keep` has started, or on some of them, such as
+    `%%ranks 0,2` or `%%ranks 0-1`.
+
+    %ranks shows them and their variables; `%ranks stop` ends them; `%ranks restart` starts new ones, without variables;
+    `%ranks pull NAME [RANKS]` makes NAME in the notebook the list of their values (of one rank: its value), and
+    `%ranks push NAME [RANKS]` sets it on ranks: numbers, strings, tensors and arrays, and lists of them.
+    """
+    global _group
+    sign = "%%ranks" if body is not None else "%ranks"
+    try:
+        if _group is None:
+            raise CellError(_NO_RANKS)
+        if body is None:
+            _do(_group, words_of(line))
+            return
+        chosen = _chosen(line.strip(), _group)
+        check_body(body, f"\n{body}", 1)
+        _group.check()
+        _run(_group, chosen, body, _Place())
+    except CellError as error:
+        raise UsageError(f"{sign}: {error}") from None
+    except RanksGone as gone:
+        nproc, _group = _group.spec.nproc, None
+        raise UsageError(f"{sign}: {gone}; %%torchrun {nproc} {KEEP} starts new ones") from None
+
+
+class _Place:
+    """The output of one cell: updated in a notebook that someone watches, otherwise only what it is at the end."""
+
+    def __init__(self) -> None:
+        self.live = in_notebook() and not headless()
+        self._newest: deque[Shown] = deque(maxlen=1)
+        self._then: list[dict[str, str]] = []
+        self._handle = display(_NOTHING, raw=True, display_id=True) if self.live else None
+
+    def draw(self, output: Shown) -> None:
+        """Shows an output, if it has changed."""
+        if self._newest and self._newest[0] == output:
+            return
+        self._newest.append(output)
+        if self._handle is not None:
+            self._handle.update(output.bundle, raw=True)
+
+    def then(self, bundle: dict[str, str]) -> None:
+        """Something to be shown below."""
+        self._then.append(bundle)
+
+    def close(self) -> None:
+        """The cell is over."""
+        if self._handle is None and self._newest:
+            display(self._newest[0].bundle, raw=True)
+        for bundle in self._then:
+            display(bundle, raw=True)
+
+
+def _started(spec: Spec, draw: Callable[[str], None]) -> Group:
+    try:
+        group = Group(spec)
+    except (LaunchError, OSError) as error:
+        raise CellError(str(error)) from None
+    try:
+        group.connect(draw)
+    except RanksGone as gone:
+        raise CellError(str(gone)) from None
+    except BaseException:
+        group.run.stop()
+        raise
+    return group
+
+
+def _restart(group: Group, draw: Callable[[str], None]) -> None:
+    """Ends the ranks without asking them, and starts new ones in their place."""
+    global _group
+    _group = None
+    group.run.stop()
+    _group = _started(group.spec, draw)
+
+
+def _run(group: Group, chosen: Sequence[int], body: str, place: _Place) -> None:
+    global _group
+    succeeded = False
+    try:
+        succeeded = KeptCell(group, chosen, body, place.draw, place.live).go()
+    except RanksRestarted:
+        pass
+    except RanksGone:
+        _group = None
+    finally:
+        place.close()
+    if not succeeded:
+        raise CellFailed("the cell did not complete, so cells that were queued after it did not run")
+
+
+def _chosen(text: str, group: Group) -> list[int]:
+    """The ranks that a text such as `0,2` or `0-1` names; all if it is empty. Raises `CellError`."""
+    if not text:
+        return list(group.ranks)
+    numbers: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part, re.ASCII)
+        if not found:
+            raise CellError(f"ranks are numbers and ranges, as in %%ranks 0,2 or %%ranks 0-1, got {shown(text)}")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first or last >= group.spec.nproc:
+            raise CellError(f"the ranks here are {ranks_text(group.ranks).split()[1]}, got {shown(part.strip())}")
+        numbers += range(first, last + 1)
+    return sorted(set(numbers))
+
+
+# ---- `%ranks`
+
+
+def _do(group: Group, words: Sequence[str]) -> None:
+    global _group
+    match list(words):
+        case []:
+            group.check()
+            display(_Held(group).bundle, raw=True)
+        case ["stop"]:
+            _group = None
+            words = group.end()
+            print(
+                f"{ranks_text(group.ranks)} ended ({words}); their variables are lost, and the run is in"
+                f" {visible(group.run.name)}"
+            )
+        case ["restart"]:
+            place = _Place()
+            _restart(group, lambda words: place.draw(Shown(words, "waiting")))
+            place.draw(Shown(f"{group.name} are there again", "good", hint=f"{_LOST}."))
+            place.close()
+        case ["pull", name, *some]:
+            _pull(group, _identifier(name), some)
+        case ["push", name, *some]:
+            _push(group, _identifier(name), some)
+        case _:
+            raise CellError(f"{shown(' '.join(words))} is not known; there are {_USAGE}")
+
+
+def _identifier(name: str) -> str:
+    if not name.isidentifier():
+        raise CellError(f"the name of a variable is needed, got {shown(name)}")
+    return name
+
+
+def _pull(group: Group, name: str, some: Sequence[str]) -> None:
+    from labkit.probe.values import NoValue, unpacked  # here, because it imports torch
+
+    chosen = _chosen("".join(some), group)
+    values = {}
+    for rank, message in group.ask(chosen, "pull", "pulled", name=name).items():
+        if message.fields["error"]:
+            raise CellError(f"{name} {message.fields['error']} on rank {rank}")
+        try:
+            values[rank] = unpacked(message.fields["tree"], message.data)
+        except NoValue as error:
+            raise CellError(f"{name} {error} on rank {rank}") from None
+    one = len(chosen) == 1 and bool(some)
+    get_ipython().push({name: values[chosen[0]] if one else list(values.values())})
+    what = f"the value of {ranks_text(chosen)}" if one else f"a list of the values of {ranks_text(chosen)}"
+    print(f"{name} is {what}")
+
+
+def _push(group: Group, name: str, some: Sequence[str]) -> None:
+    from labkit.probe.values import NoValue, packed
+
+    chosen = _chosen("".join(some), group)
+    variables = get_ipython().user_ns
+    if name not in variables:
+        raise CellError(f"the notebook has no variable {name}")
+    try:
+        tree, data = packed(variables[name])
+    except NoValue as error:
+        raise CellError(f"{name} {error}") from None
+    for rank, message in group.ask(chosen, "push", "pushed", data, name=name, tree=tree).items():
+        if message.fields["error"]:
+            raise CellError(f"{name} {message.fields['error']} on rank {rank}")
+    group.names = sorted({*group.names, name})
+    print(f"{name} is set on {ranks_text(chosen)}")
+
+
+class _Held:
+    """What each rank holds, as two tables: the ranks, and their variables."""
+
+    _COLUMNS = ("name", "ranks", "type", "shape or value", "dtype", "device", "memory")
+
+    def __init__(self, group: Group):
+        answers = group.ask(group.ranks, "variables", "variables")
+        state = group.run.state
+        self._title = f"{group.name}: {state.words}"
+        pids = state.status.ranks or {}
+        self._ranks = [
+            (
+                str(rank),
+                str(pids.get(rank, pids.get(str(rank), "–"))),
+                group.spec.device,
+                _size(message.fields["memory"]),
+            )
+            for rank, message in answers.items()
+        ]
+        rows: dict[tuple[str, ...], list[int]] = {}
+        for rank, message in answers.items():
+            for row in message.fields["rows"]:
+                known = (row["name"], row["type"], *(row.get(key, "") for key in ("shape", "dtype", "device")))
+                rows.setdefault((*map(str, known), _size(row.get("bytes"))), []).append(rank)
+        self._variables = [
+            (name, ranks_text(holders).split(" ", 1)[1], *rest)
+            for (name, *rest), holders in sorted(rows.items(), key=lambda row: (row[0][0], row[1]))
+        ]
+
+    @property
+    def bundle(self) -> dict[str, str]:
+        """Both forms, by MIME type."""
+        parts = [(("rank", "pid", "device", "memory"), self._ranks)]
+        if self._variables:
+            parts.append((self._COLUMNS, self._variables))
+        nothing = "" if self._variables else "no variables yet"
+        page = "".join(_table_html(heads, rows) for heads, rows in parts)
+        text = "\n\n".join(_table_text(heads, rows) for heads, rows in parts)
+        return {
+            "text/html": f'<div class="labkit-ranks"><b>{escape(self._title)}</b>{page}{nothing}</div>',
+            "text/plain": visible("\n".join(filter(None, (self._title, text, nothing)))),
+        }
+
+
+def _size(count: float | None) -> str:
+    return "" if count is None else size(count)
+
+
+def _table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(tag: str, cells: Sequence[str]) -> str:
+        inner = "".join(f'<{tag} style="text-align:left">{escape(cell)}</{tag}>' for cell in cells)
+        return f"<tr>{inner}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    style = "font-variant-numeric:tabular-nums"
+    return f'<table style="{style}"><thead>{line("th", heads)}</thead><tbody>{body}</tbody></table>'
+
+
+def _table_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [list(heads), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+
+
+# ---- completion
+
+
+@context_matcher()
+def _complete(context: Any) -> dict[str, Any]:
+    """In a cell for ranks: the names that they hold."""
+    first = context.full_text.lstrip().partition("\n")[0]
+    of_ranks = first.startswith("%%ranks") or (first.startswith("%%torchrun") and KEEP in first)
+    names = _group.names if _group is not None and of_ranks else []
+    token = context.token
+    found = [SimpleCompletion(name, type="rank") for name in names if token and name.startswith(token)]
+    return {"completions": found, "suppress": False}

@@ -1,0 +1,458 @@
+"""Ranks that stay: runs the cells of a notebook one after another, each with the variables of those before it.
+
+The script of such a run (`frontends/magic/kept.py` writes it) initialises the process group and calls `serve`. A rank
+listens on a socket in the run's folder for sockets, which only this user can enter, and the notebook connects. Messages
+are objects of JSON, and bytes of tensors (`values.py`); nothing is unpickled. The main thread runs cells, and a second
+thread answers questions meanwhile: where the rank is, which variables it has.
+
+| asked (`do`) | answered |
+| --- | --- |
+| `run`: `cell` (its name), `code` | `done`: `seconds`, `peak`, `sent`, `value`, `error`, `reports`, `names`, `calls` |
+| `where` | `cell` and `line`, what it waits in (`call`, `pending`), `cpu` seconds of its thread |
+| `variables` | `rows`: name, type, shape, dtype, device, bytes of each |
+| `pull`: `name`; `push`: `name`, `tree` | `tree` or `error`, and the bytes of tensors |
+| `interrupt` | nothing: the cell gets KeyboardInterrupt, unless it is in C code |
+| `ends` | `ends`: the own ends of this rank's TCP connections |
+| `cut`: `peers` | nothing: the cell gets an error from the collective in which it waits |
+| `regroup`: `number` | `regrouped`: `error`, empty if the process group was made again |
+| `end` | the script continues after `serve` |
+
+A rank that waits in a collective is in C++ and notices no signal. gloo returns from it with an error when a connection
+to another rank is closed, so `cut` shuts down those to the other ranks; NCCL is aborted. After that the process group
+is of no use, and `regroup` makes a new one, for which all ranks meet through a new file.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import linecache
+import os
+import pprint
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from labkit.probe.runner import clean, steps_of_this_rank
+from labkit.probe.torch_private import SEQUENCE_NUMBER, WORLD
+from labkit.probe.values import NoValue, packed, unpacked
+from labkit.record.channel import receive, send, socket_name
+from labkit.record.stacks import LIBRARIES, MESSAGE_LIMIT, clipped, frame_of, of_script
+from labkit.record.writer import REPORT, sent
+
+_VALUE = 1 << 14  # characters of the value of a cell
+_ITEMS = 1_000  # of a container that are written out
+_WIDTH = 100
+_ROWS = 500  # variables that are listed
+_WRAPPERS = ("wrapper", "_fn")  # functions of torch around a collective
+
+
+def serve(namespace: dict[str, Any]) -> None:
+    """Runs cells in `namespace` until the notebook ends the ranks."""
+    folder = os.environ.get("LABKIT_TEMPORARY")
+    if folder is None:
+        sys.exit("this script runs the cells of a notebook: start it there with %%torchrun 4 --keep")
+    with Listener(f"{folder}/{socket_name(int(os.environ['RANK']))}", "AF_UNIX") as listener:
+        connection = listener.accept()
+    with connection:
+        Cells(connection, namespace).run()
+
+
+def _refuse_input(prompt: object = "") -> NoReturn:
+    raise RuntimeError("input() cannot ask anyone on a rank: set a variable in the notebook, and %ranks push it")
+
+
+class Cells:
+    """The cells of one rank, and its connection to the notebook."""
+
+    def __init__(self, connection: Connection, namespace: dict[str, Any]):
+        self._connection, self._namespace = connection, namespace
+        self._given = dict(namespace)
+        self._sending = threading.Lock()
+        self._asked: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._steps = steps_of_this_rank()
+        self._cell = ""  # the name of the cell that runs
+        self._cells: set[str] = set()
+        self._reports: dict[str, Any] = {}
+        self._backend = dist.get_backend()
+        builtins.input = _refuse_input
+        torch.monitor.register_event_handler(self._hear)
+
+    def run(self) -> None:
+        """Runs what is asked until the notebook ends the ranks, or has ended itself."""
+        threading.Thread(target=self._listen, daemon=True, name="labkit cells").start()
+        self._idle()
+        self._send(did="ready", pid=os.getpid())
+        while (message := self._asked.get())["do"] != "end":
+            if message["do"] == "run":
+                self._run(message["cell"], message["code"])
+            else:
+                self._send(did="regrouped", error=self._regroup(message["number"]))
+
+    # ---- messages
+
+    def _send(self, data: Sequence[bytes] = (), **fields: Any) -> None:
+        with self._sending, suppress(OSError):  # the notebook has ended, and so will this rank
+            send(self._connection, fields, data)
+
+    def _listen(self) -> None:
+        """The thread that answers while a cell runs."""
+        try:
+            while True:
+                message, data = receive(self._connection)
+                if message["do"] in ("run", "regroup", "end"):
+                    self._asked.put(message)
+                else:
+                    self._answer(message, data)
+        except (EOFError, OSError):
+            self._asked.put({"do": "end"})
+
+    def _answer(self, message: dict[str, Any], data: list[bytes]) -> None:
+        match message["do"]:
+            case "interrupt":
+                if self._cell:
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            case "where":
+                self._send(did="where", **self._where())
+            case "variables":
+                self._send(did="variables", rows=self._rows(), memory=_resident(), busy=bool(self._cell))
+            case "ends":
+                self._send(did="ends", ends=[own for _, own, _ in _connections()])
+            case "cut":
+                _cut({tuple(peer) for peer in message["peers"]})
+            case "pull":
+                self._pull(message["name"])
+            case "push":
+                self._push(message["name"], message["tree"], data)
+
+    def _pull(self, name: str) -> None:
+        if name not in self._namespace:
+            self._send(did="pulled", error="does not exist")
+            return
+        try:
+            tree, data = packed(self._namespace[name])
+        except NoValue as error:
+            self._send(did="pulled", error=str(error))
+        else:
+            self._send(data, did="pulled", error="", tree=tree)
+
+    def _push(self, name: str, tree: Any, data: list[bytes]) -> None:
+        error = ""
+        try:
+            self._namespace[name] = unpacked(tree, data)
+        except NoValue as reason:
+            error = str(reason)
+        self._send(did="pushed", error=error)
+
+    # ---- a cell
+
+    def _interrupted(self, number: int, frame: types.FrameType | None) -> None:
+        if self._cell:
+            raise KeyboardInterrupt
+
+    def _idle(self) -> None:
+        self._cell = ""
+        if self._steps:
+            self._steps.cell_ends()
+
+    def _run(self, name: str, code: str) -> None:
+        self._cells.add(name)
+        self._reports.clear()
+        linecache.cache[name] = len(code), None, code.splitlines(keepends=True), name
+        if self._steps:
+            self._steps.cell_begins()
+        signal.signal(signal.SIGINT, self._interrupted)  # an earlier cell may have set another handler
+        messages = self._bytes_of_messages()
+        _forget_peak()
+        begun, since = time.perf_counter(), time.time_ns()
+        value, error = "", None
+        try:
+            try:
+                self._cell = name
+                value = self._execute(name, code)
+                _synchronize()
+            finally:
+                self._cell = ""
+        except BaseException as raised:
+            error = _described(clean(raised), name)
+        seconds = time.perf_counter() - begun
+        self._idle()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        self._send(
+            did="done",
+            seconds=seconds,
+            peak=_peak(),
+            sent=self._sent(since, messages),
+            value=value,
+            error=error,
+            reports=self._reports,
+            names=[name for name, _ in self._variables()],
+            calls=_calls(),
+        )
+
+    def _execute(self, name: str, code: str) -> str:
+        """Runs a cell, and returns the value of its last expression as text; empty if there is none."""
+        tree = ast.parse(code, name)
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) and not code.rstrip().endswith(";") else None
+        exec(compile(tree, name, "exec", dont_inherit=True), self._namespace)
+        if not isinstance(last, ast.Expr):
+            return ""
+        flags = _flags(tree)
+        value = eval(compile(ast.Expression(last.value), name, "eval", flags, dont_inherit=True), self._namespace)
+        if value is None:
+            return ""
+        self._namespace["_"] = value
+        return _text(value)
+
+    def _hear(self, event: Any) -> None:
+        if event.name == REPORT:
+            self._reports.update(json.loads(event.data["values"]))
+
+    def _bytes_of_messages(self) -> int:
+        return self._steps.traffic.bytes_of_messages if self._steps and self._steps.traffic else 0
+
+    def _sent(self, since: int, messages: int) -> float | None:
+        """Bytes sent since a time (Unix ns); None if torch's recorder no longer has all collectives since then."""
+        if not self._steps or not dist.is_initialized():
+            return None
+        calls = self._steps.recorder.since(since)
+        if calls is None:
+            return None
+        collectives = sum(sent(call["op"], call["bytes"], len(call["ranks"])) for call in calls)
+        return collectives + self._bytes_of_messages() - messages
+
+    # ---- where it is
+
+    def _where(self) -> dict[str, Any]:
+        """The line of a cell that the rank is in, the function of torch.distributed that it has called there, and the
+        collectives and messages that are not over."""
+        thread = self._steps.thread if self._steps else None
+        frames = of_script(thread.frame() if thread else frame_of(threading.main_thread()))
+        inside = [index for index, frame in enumerate(frames) if frame.filename in self._cells]
+        if not self._cell or not inside:
+            return {"cell": "", "line": 0, "call": "", "pending": [], "cpu": None}
+        place = frames[inside[-1]]
+        calls = [
+            frame.name
+            for frame in frames[inside[-1] + 1 :]
+            if "/torch/distributed/" in frame.filename and frame.name not in _WRAPPERS
+        ]
+        pending = [op for op in self._steps.recorder.newest() if not op["over"]] if self._steps else []
+        return {
+            "cell": place.filename,
+            "line": place.lineno,
+            "call": calls[0] if calls else "",
+            "pending": pending,
+            "cpu": thread.cpu_seconds() if thread else None,
+        }
+
+    # ---- variables
+
+    def _variables(self) -> list[tuple[str, Any]]:
+        """What cells have defined: not modules, and not what the script has given them."""
+        return [
+            (name, value)
+            for name, value in list(self._namespace.items())
+            if not name.startswith("_")
+            and not isinstance(value, types.ModuleType)
+            and self._given.get(name, self) is not value
+        ]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        rows = []
+        for name, value in self._variables()[:_ROWS]:
+            row: dict[str, Any] = {"name": name, "type": type(value).__name__}
+            with suppress(Exception):  # a class may do anything when it is asked
+                row |= _facts(value)
+            rows.append(row)
+        return rows
+
+    # ---- after a collective that could not complete
+
+    def _regroup(self, number: int) -> str:
+        """Makes the process group again, through a file that all ranks share; the reason if that fails."""
+        device = self._namespace.get("device")
+        try:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            dist.init_process_group(
+                self._backend,
+                init_method=f"file://{Path(os.environ['LABKIT_TEMPORARY'], f'group{number}')}",
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+                device_id=device if self._backend == "nccl" else None,
+            )
+        except Exception as error:
+            return str(error).strip() or type(error).__name__
+        return ""
+
+
+def _flags(tree: ast.Module) -> int:
+    """The flags of the `from __future__` statements of a cell, which also hold for its last expression."""
+    import __future__
+
+    names = [
+        alias.name
+        for statement in tree.body
+        if isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+        for alias in statement.names
+    ]
+    flags = 0
+    for name in names:
+        flags |= getattr(__future__, name).compiler_flag
+    return flags
+
+
+def _text(value: Any) -> str:
+    """A value as IPython shows it, of bounded length."""
+    if isinstance(value, (str, bytes)) and len(value) > _VALUE:
+        value = value[:_VALUE]
+    if isinstance(value, (list, tuple, set, frozenset)) and len(value) > _ITEMS:
+        return clipped(f"{pprint.pformat(list(islice(value, _ITEMS)), width=_WIDTH)}\n… {len(value):,} items", _VALUE)
+    if isinstance(value, dict) and len(value) > _ITEMS:
+        first = dict(islice(value.items(), _ITEMS))
+        return clipped(f"{pprint.pformat(first, width=_WIDTH, sort_dicts=False)}\n… {len(value):,} items", _VALUE)
+    return clipped(pprint.pformat(value, width=_WIDTH, sort_dicts=False), _VALUE)
+
+
+def _facts(value: Any) -> dict[str, Any]:
+    """What the table of variables says of a value."""
+    if isinstance(value, torch.Tensor):
+        own = value.to_local() if hasattr(value, "to_local") else value  # a DTensor: the shard of this rank
+        facts = {"shape": str(list(value.shape)), "dtype": str(value.dtype).removeprefix("torch.")}
+        return facts | {"device": str(value.device), "bytes": own.numel() * own.element_size()}
+    if isinstance(value, torch.nn.Module):
+        parameters = list(value.parameters())
+        count = sum(parameter.numel() for parameter in parameters)
+        devices = sorted({str(parameter.device) for parameter in parameters})
+        size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+        return {"shape": f"{count:,} parameters", "device": ", ".join(devices), "bytes": size}
+    if hasattr(value, "nbytes") and hasattr(value, "dtype"):  # an array
+        return {"shape": str(list(value.shape)), "dtype": str(value.dtype), "bytes": int(value.nbytes)}
+    if isinstance(value, (bool, int, float, str)):
+        return {"shape": clipped(repr(value[:80] if isinstance(value, str) else value), 80)}
+    if isinstance(value, (list, tuple, dict, set)):
+        return {"shape": f"{len(value):,} items"}
+    return {}
+
+
+# ---- errors
+
+
+def _described(error: BaseException, cell: str) -> dict[str, Any]:
+    """The type and message of an exception, its traceback without the frames of libraries, and its line in the cell."""
+    short = traceback.TracebackException.from_exception(error)
+    parts: list[traceback.TracebackException | None] = [short]
+    while parts:
+        part = parts.pop()
+        if part is not None:
+            own = [frame for frame in part.stack if not any(place in frame.filename for place in LIBRARIES)]
+            part.stack = traceback.StackSummary.from_list(own or part.stack)
+            parts += [part.__cause__, part.__context__]
+    lines = [frame.lineno for frame in short.stack if frame.filename == cell]
+    return {
+        "type": type(error).__name__,
+        "message": clipped(_message(error), MESSAGE_LIMIT),
+        "traceback": clipped("".join(short.format()).rstrip()),
+        "line": lines[-1] if lines else 0,
+    }
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+# ---- memory and collectives of a cell
+
+
+def _resident() -> int | None:
+    """Bytes of memory of this process now; on CUDA those that torch has allocated."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.memory_allocated()
+    return _from_kernel("VmRSS")
+
+
+def _forget_peak() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM: `proc(5)`
+
+
+def _peak() -> int | None:
+    """Most bytes since `_forget_peak`: resident, or allocated on CUDA; None if the system does not tell."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return _from_kernel("VmHWM")
+
+
+def _from_kernel(name: str) -> int | None:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
+def _synchronize() -> None:
+    """Waits for what the cell has started on its GPU, whose time and errors are those of the cell."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _calls() -> int | None:
+    """The number of collectives that this rank has called in the default group; None if unknown."""
+    with suppress(Exception):
+        return int(SEQUENCE_NUMBER.of(dist.group.WORLD)())
+    return None
+
+
+# ---- connections to other ranks
+
+
+def _connections() -> Iterator[tuple[socket.socket, tuple[Any, ...], tuple[Any, ...]]]:
+    """The TCP connections of this process, each with the addresses of its own and of its other end."""
+    for path in list(Path("/dev/fd").iterdir()):
+        try:
+            copy = os.dup(int(path.name))
+        except (OSError, ValueError):
+            continue
+        try:
+            connection = socket.socket(fileno=copy)
+        except OSError:  # not a socket
+            os.close(copy)
+            continue
+        with connection, suppress(OSError):
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                yield connection, connection.getsockname()[:2], connection.getpeername()[:2]
+
+
+def _cut(peers: set[tuple[Any, ...]]) -> None:
+    """Aborts the process groups, and shuts down the connections whose other end is one of `peers`."""
+    for group in reversed(list(WORLD.get().pg_names)):
+        with suppress(Exception):  # a backend that cannot
+            group.abort()
+    for connection, _, other in _connections():
+        if tuple(other) in peers:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)

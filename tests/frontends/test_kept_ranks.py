@@ -1,0 +1,274 @@
+"""Ranks that stay across cells (`%%torchrun N --keep`, `%%ranks`, `%ranks`) in a real kernel, over gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import jupyter_client
+import pytest
+from conftest import processes_of, wait_until
+from kernels import SECONDS, Front
+from places import ROOT
+
+from labkit.frontends.magic.cell import CellError, check_body
+from labkit.frontends.magic.group import Group
+from labkit.frontends.magic.kept import _chosen
+from labkit.frontends.magic.output import Measured, RankOutput, Shown, merged, ranks_text
+from labkit.probe.values import NoValue, packed, unpacked
+from labkit.record.folder import RunFolder
+
+KEEP = "%%torchrun 3 --keep --device cpu\n"
+
+
+# ---- one kernel and one group of ranks for all tests here; each of them leaves ranks that can be used, or none
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory, warm_server) -> Iterator[tuple[Front, Path]]:
+    place = tmp_path_factory.mktemp("kept")
+    runs = place / "runs"
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "IPYTHONDIR": str(place / "ipython"),
+        "OMP_NUM_THREADS": "1",
+        "LABKIT_RUNS": str(runs),
+    }
+    warm_server()
+    manager, client = jupyter_client.manager.start_new_kernel(cwd=str(place), env=environment)
+    try:
+        front = Front(manager, client)
+        front.do("%load_ext labkit")
+        yield front, runs
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        wait_until(lambda: not processes_of(str(runs)), 30)
+
+
+@pytest.fixture
+def front(kernel) -> Front:
+    """The kernel, with three ranks that stay."""
+    front, _ = kernel
+    assert "ran on ranks 0–2" in front.shows(f"{KEEP}pass")
+    return front
+
+
+def test_before_there_are_ranks_each_magic_says_how_to_start_them(kernel):
+    front, runs = kernel
+    for code in ("%%ranks\n1", "%ranks", "%ranks stop", "%ranks pull x"):
+        assert "no ranks stay here; %%torchrun 4 --keep starts them" in front.shows(code)
+    assert not runs.exists()
+
+
+def test_variables_and_the_process_group_live_across_cells(front):
+    shown = front.shows(f"{KEEP}x = torch.full((2,), float(rank))\ndist.all_reduce(x)\nprint('sum ü')\nx")
+    assert "── ranks 0–2 · " in shown and shown.count("sum ü") == 1, "what all ranks print is shown once"
+    assert shown.count("tensor([3., 3.])") == 1 and "peak " in shown and "sent 11 B" in shown
+    shown = front.shows("%%ranks\ny = x * rank\ny")
+    assert "── rank 1 · " in shown and "tensor([6., 6.])" in shown.partition("── rank 2")[2]
+    shown = front.shows("%%ranks 0,2\nprint('I am', rank, end='')")
+    assert "I am 0" in shown and "I am 2" in shown and "rank 1" not in shown
+    assert "I am" not in front.shows("%%ranks 0-1\nNone"), "the last line of the cell before has no newline"
+    assert "(no output)" in front.shows("%%ranks\nx;")
+
+
+def test_the_value_of_a_future_feature_and_of_a_huge_container(front):
+    shown = front.shows("%%ranks 0\nfrom __future__ import annotations\nlist(range(10**6))")
+    assert "… 1,000,000 items" in shown and len(shown) < 40_000
+    shown = front.shows("%%ranks 0\nfor number in range(50_000): print('line', number)")
+    assert "line 49999" in shown and "49,600 earlier lines" in shown
+
+
+def test_report_makes_a_table(front):
+    from_ranks = front.shows("%%ranks 1-2\nreport(square=rank * rank)")
+    assert from_ranks.splitlines()[-3:] == ["rank  square", "   1       1", "   2       4"]
+
+
+def test_what_ranks_hold_is_a_table_and_the_run_is_listed(front, kernel):
+    front.shows("%%ranks\nw = torch.zeros(3, 5, dtype=torch.float64)\nlayer = torch.nn.Linear(2, 3)\nn = rank")
+    shown = front.shows("%ranks")
+    assert "3 CPU ranks: waiting for a cell" in shown
+    row = next(line for line in shown.splitlines() if line.startswith("w "))
+    assert row.split() == ["w", "0–2", "Tensor", "[3,", "5]", "float64", "cpu", "120", "B"]
+    assert "9 parameters" in shown
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("n ")] == ["0", "1", "2"]
+    newest = RunFolder.all(kernel[1])[-1]
+    assert stat.S_IMODE(newest.path.stat().st_mode) == 0o700
+
+
+def test_values_travel_to_the_notebook_and_back(front):
+    front.shows("%%ranks\nt = torch.arange(3, dtype=torch.bfloat16) + rank\nodd = object()")
+    assert "t is a list of the values of ranks 0–2" in front.shows("%ranks pull t")
+    assert front.do("print(len(t), t[2].dtype, t[2].tolist())") == "3 torch.bfloat16 [2.0, 3.0, 4.0]\n"
+    front.shows("%ranks pull t 1")
+    assert front.do("print(t.tolist())") == "[1.0, 2.0, 3.0]\n"
+    front.do("given = {'a': (1, 'ü'), 'b': [t]}")
+    assert "given is set on ranks 0, 2" in front.shows("%ranks push given 0,2")
+    assert "{'a': (1, 'ü'), 'b': [tensor([1., 2., 3.], dtype=torch.bfloat16)]}" in front.shows("%%ranks 2\ngiven")
+    assert "NameError" in front.shows("%%ranks 1\ngiven")
+    assert "odd is of type object; numbers, strings" in front.shows("%ranks pull odd")
+    assert "missing does not exist on rank 0" in front.shows("%ranks pull missing")
+    assert "the notebook has no variable missing" in front.shows("%ranks push missing")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("%%ranks 7\n1", "the ranks here are 0–2, got '7'"),
+        ("%%ranks 1-0\n1", "the ranks here are 0–2, got '1-0'"),
+        ("%%ranks all\n1", "ranks are numbers and ranges"),
+        ("%%ranks\nx = (", "line 2: '(' was never closed; nothing was started"),
+        ("%%ranks\nx = 1\n%time x", "line 3: '%time x' is not Python, and ranks run no magics"),
+        ("%%ranks\n ", "the cell is empty"),
+        ("%%torchrun 2 --keep --device cpu\n1", "3 CPU ranks stay here already; use %%ranks, or end them first"),
+        ("%%torchrun 3 --keep --as x\n1", "--as is for ranks that end with their cell"),
+        ("%%torchrun 999 --keep\n1", "this machine has at most"),
+        ("%ranks begin", "'begin' is not known; there are %ranks, %ranks stop"),
+        ("%ranks pull x.y", "the name of a variable is needed, got 'x.y'"),
+        ("%%ranks\ninput('?')", "RuntimeError: input() cannot ask anyone on a rank"),
+    ],
+)
+def test_what_is_not_possible_is_one_sentence(front, code, words):
+    assert words in front.shows(code)
+
+
+def test_an_exception_on_one_rank_frees_those_that_wait_for_it(front):
+    front.shows("%%ranks\nheld = torch.ones(1) * rank")
+    shown = front.shows(
+        "%%ranks\ndef part():\n    if rank == 1:\n        raise ValueError('no <i>')\n    dist.all_reduce(held)\npart()"
+    )
+    assert shown.startswith("rank 1 failed at line 4: ValueError: no <i>")
+    assert "ranks 0, 2 waited in all_reduce #" in shown and "at line 5; rank 1 raised an exception" in shown
+    assert "line 6, in <module>" in shown and "train.py" not in shown and "cells.py" not in shown
+    assert "the process group was made again, and all variables are there" in shown
+    assert "tensor([3.])" in front.shows("%%ranks\ndist.all_reduce(held)\nheld")
+
+
+def test_a_cell_on_one_rank_does_not_wait_for_those_that_are_not_in_it(front):
+    shown = front.shows("%%ranks 0\ndist.barrier()")
+    assert "rank 0 waited in barrier" in shown
+    assert "ranks 1–2 did not run the cell" in shown
+
+
+def test_a_hang_says_who_waits_where_and_an_interrupt_ends_it(front):
+    calls = "if rank == 0:\n    dist.all_reduce(torch.ones(1))\nelse:\n    dist.recv(torch.ones(1), 0)"
+    request = front.begin(f"%%ranks\nkeep = rank\n{calls}")
+    wait_until(
+        lambda: front.sees("rank 0 waits in all_reduce") and front.sees("ranks 1–2 wait in recv at line 6"), SECONDS
+    )
+    front.manager.interrupt_kernel()
+    shown = front.end(request)
+    assert "the process group was made again" in shown and "── rank 0 · waited in all_reduce #" in shown
+    assert "1" in front.shows("%%ranks\ndist.barrier()\nkeep").partition("── rank 1")[2]
+
+
+def test_an_interrupt_of_python_code_keeps_the_variables_and_the_kernel(front):
+    request = front.begin("%%ranks\nmine = rank\nprint('asleep', flush=True)\nwhile True: time.sleep(1)")
+    wait_until(lambda: front.sees("asleep"), SECONDS)
+    front.manager.interrupt_kernel()
+    shown = front.end(request)
+    assert shown.startswith("interrupted after") and "── ranks 0–2 · interrupted at line 4" in shown
+    assert "2" in front.shows("%%ranks\nmine").partition("── rank 2")[2]
+    assert front.do("print(1 + 1)") == "2\n"
+
+
+def test_names_on_ranks_are_completed_in_their_cells(front):
+    front.shows("%%ranks\nlearning_rate_of_rank = 1")
+    code = "%%ranks\nlearning_r"
+    assert "learning_rate_of_rank" in front.completes(code) and not front.completes("learning_r")
+
+
+def test_restart_and_stop_say_that_variables_are_lost(front, kernel):
+    front.shows("%%ranks\nlost = 1")
+    assert "3 CPU ranks are there again" in (shown := front.shows("%ranks restart")) and "variables are lost" in shown
+    assert "NameError" in front.shows("%%ranks\nlost")
+    assert "ranks 0–2 ended (finished); their variables are lost" in front.shows("%ranks stop")
+    wait_until(lambda: not processes_of(str(kernel[1])), 30)
+    assert "no ranks stay here" in front.shows("%%ranks\n1")
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_the_death_of_a_rank_ends_the_others_and_is_said(front, kernel, busy):
+    pids = RunFolder.all(kernel[1])[-1].read_status().ranks
+    if busy:
+        request = front.begin("%%ranks\nprint('here', flush=True)\ntime.sleep(600)")
+        wait_until(lambda: front.sees("here"), SECONDS)
+        os.kill(pids[1], signal.SIGKILL)
+        shown = front.end(request)
+    else:
+        os.kill(pids[1], signal.SIGKILL)
+        wait_until(lambda: not processes_of(str(kernel[1])), SECONDS)
+        shown = front.shows("%%ranks\n1")
+    assert "the ranks have ended: failed (rank 1: " in shown and "their variables are lost" in shown
+    assert "%%torchrun 3 --keep starts new ones" in shown
+    wait_until(lambda: not processes_of(str(kernel[1])), 30)
+
+
+def test_no_rank_outlives_the_kernel(front, kernel):
+    assert processes_of(str(kernel[1]))
+    front.manager.shutdown_kernel(now=True)
+    wait_until(lambda: not processes_of(str(kernel[1])), 60)
+    state = RunFolder.all(kernel[1])[-1].read_status()
+    assert state.state == "stopped" and "the process that started it" in state.message
+
+
+# ---- without ranks
+
+
+def test_ranks_with_the_same_output_are_shown_together():
+    alike = [RankOutput(rank, "a", measured=(Measured(rank / 10 + 0.1, 1 << 20, 0),)) for rank in range(3)]
+    (block,) = merged(alike)
+    assert (block.heading, block.took) == ("ranks 0–2", "0.10 s to 0.30 s · peak 1 MiB")
+    differing = [RankOutput(rank, "a", value=str(rank == 1)) for rank in range(3)]
+    assert [(output.name, output.stdout, output.value) for output in merged(differing)] == [
+        ("ranks 0–2", "a", ""),
+        ("ranks 0, 2", "", "False"),
+        ("rank 1", "", "True"),
+    ]
+    assert ranks_text([5, 0, 1, 2, 7]) == "ranks 0–2, 5, 7"
+
+
+def test_a_value_of_a_rank_is_text_and_no_markup():
+    shown = Shown("ran", "good", [RankOutput(0, "", value="<b>x</b>", others=(1,))])
+    assert "<b>x" not in shown.html() and 'aria-label="ranks 0–1"' in shown.html()
+
+
+def test_a_line_of_a_magic_is_named():
+    with pytest.raises(CellError, match="line 2: '!ls' is not Python"):
+        check_body("!ls", "\n!ls", 1)
+
+
+def test_values_that_cannot_travel_say_why():
+    import numpy as np
+    import torch
+
+    for value in (True, None, 1.5, "ü", [1, (2, "x")], {1: {"a": None}}):
+        assert unpacked(*packed(value)) == value
+    half = torch.arange(6, dtype=torch.float16).reshape(2, 3).T
+    assert torch.equal(unpacked(*packed(half)), half) and unpacked(*packed(torch.empty(0, 2))).shape == (0, 2)
+    assert np.array_equal(unpacked(*packed(np.eye(2, dtype=">f4"))), np.eye(2))
+    for value, words in (
+        (object(), "is of type object"),
+        ({(1,): 1}, "keys are not all"),
+        (np.array([object()]), "array of object"),
+        (torch.eye(2).to_sparse(), "only dense tensors"),
+        ([[[[[[[[[1]]]]]]]]], "deeper than 8"),
+    ):
+        with pytest.raises(NoValue, match=words):
+            packed(value)
+    for tree in ({"tensor": 0, "dtype": "save", "shape": [1]}, {"tensor": 9, "dtype": "int8", "shape": [1]}, {"x": 1}):
+        with pytest.raises(NoValue, match="did not arrive"):
+            unpacked(tree, [b"\0"])
+
+
+def test_ranks_are_chosen_by_numbers_and_ranges():
+    group = Group.__new__(Group)
+    group.spec = type("Spec", (), {"nproc": 4})
+    assert _chosen("", group) == [0, 1, 2, 3] and _chosen("3, 0 - 1,1", group) == [0, 1, 3]
+    for text in ("4", "0,", "1-9", "-1", "٣"):
+        with pytest.raises(CellError):
+            _chosen(text, group)

@@ -1,0 +1,77 @@
+"""A real kernel as an interactive notebook uses it."""
+
+from __future__ import annotations
+
+import time
+
+import jupyter_client
+
+SECONDS = 240  # timeout of a cell on a busy machine
+
+
+class Front:
+    """An interactive notebook client: it accepts input requests, stores displayed output, and can interrupt."""
+
+    def __init__(self, manager: jupyter_client.KernelManager, client: jupyter_client.BlockingKernelClient):
+        self.manager, self.client = manager, client
+        self.shown: dict[str, str] = {}
+
+    def do(self, code: str) -> str:
+        """Executes code and returns its printed output."""
+        printed = []
+
+        def hear(message) -> None:
+            self.take(message)
+            if message["msg_type"] == "stream":
+                printed.append(message["content"]["text"])
+
+        self.client.execute_interactive(code, allow_stdin=True, timeout=SECONDS, output_hook=hear)
+        return "".join(printed)
+
+    def begin(self, code: str) -> str:
+        """Starts executing code; `end` waits for it."""
+        return self.client.execute(code, allow_stdin=True)
+
+    def end(self, request: str) -> str:
+        """Waits until a request has been executed, and returns all that it shows, as text."""
+        texts: dict[str, str] = {}
+        deadline = time.monotonic() + SECONDS
+        while True:
+            message = self.client.get_iopub_msg(timeout=max(deadline - time.monotonic(), 0.0))
+            self.take(message)
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "status" and content["execution_state"] == "idle":
+                return "\n".join(filter(None, texts.values()))
+            place = content.get("transient", {}).get("display_id") or str(len(texts))
+            if kind == "stream":
+                texts[place] = content["text"]
+            elif kind == "error":
+                texts[place] = f"{content['ename']}: {content['evalue']}"
+            elif "data" in content:
+                texts[place] = content["data"].get("text/plain", "")
+
+    def shows(self, code: str) -> str:
+        """Executes code and returns all that it shows at its end, as text."""
+        return self.end(self.begin(code))
+
+    def take(self, message) -> None:
+        """Stores displayed output by its display id."""
+        place = message["content"].get("transient", {}).get("display_id")
+        if place:
+            self.shown[place] = message["content"]["data"].get("text/plain", "")
+
+    def sees(self, words: str) -> bool:
+        """Whether `words` are displayed, after reading all pending messages."""
+        while self.client.iopub_channel.msg_ready():
+            self.take(self.client.get_iopub_msg())
+        return any(words in text for text in self.shown.values())
+
+    def completes(self, code: str) -> list[str]:
+        """The completions at the end of code."""
+        request = self.client.complete(code, len(code))
+        while True:
+            reply = self.client.get_shell_msg(timeout=SECONDS)
+            if reply["parent_header"].get("msg_id") == request:
+                return reply["content"]["matches"]
