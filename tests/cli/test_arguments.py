@@ -102,8 +102,7 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from each("Run.attach", (None, 5, b"x", "", "typo", "\0", "x" * 5000, Rude()), Run.attach)
     for name in ("write_script", "excerpt"):
         yield from each(name, ("ddp", None, 5, {}, Rude()), getattr(labkit, name))
-    yield "diff_scripts a", lambda: diff_scripts("ddp", DDP)
-    yield "diff_scripts b", lambda: diff_scripts(DDP, None)
+    yield from (("diff_scripts", partial(diff_scripts, *pair)) for pair in (("ddp", DDP), (DDP, None)))
     yield "excerpt without names", lambda: excerpt(DDP)
     yield from each("excerpt", ("", "typo", 5, None, [], "x" * 5000), lambda value: excerpt(DDP, value))
     yield from each("check", (None, 5, "", "typo", "ddp.typo", [], "x" * 5000), lambda value: check(value, 1))

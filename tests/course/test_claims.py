@@ -197,3 +197,25 @@ def test_pinned_memory_needs_a_gpu_and_is_decided_by_one():
 def test_without_a_run_nothing_is_decided(name):
     ruling = CLAIMS[name].judge(Trials(machine()))
     assert ruling.verdict == OPEN and not any(ruling.figures.values())
+
+
+# ---- what DTensor sends
+
+
+def test_an_all_to_all_on_cpu_ranks_is_an_all_gather():
+    ruling = CLAIMS["dtensor-all-to-all"].judge(Trials(machine()))
+    assert ruling.verdict == PARTLY and "calls all_gather_into_tensor on a mesh of 4 CPU ranks" in ruling.evidence
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"), [((["9.9", ["shard_dim_alltoall"]], ""), HOLDS), ((None, "ImportError: no torch"), OPEN)]
+)
+def test_another_torch_may_send_an_all_to_all(monkeypatch, answer, verdict):
+    monkeypatch.setattr(labkit.course.claims.computed, "ask", lambda code: answer)
+    assert CLAIMS["dtensor-all-to-all"].judge(Trials(machine())).verdict == verdict
+
+
+def test_modelled_thresholds_decide_nothing_and_have_figures():
+    ruling = CLAIMS["tp-batch"].judge(Trials(machine()))
+    assert ruling.verdict == OPEN and ruling.evidence.startswith("Modelled, not run")
+    assert ruling.figures["FSDP × TP 8 on h100x8"][0] > ruling.figures["FSDP on h100x8"][0] > 1000

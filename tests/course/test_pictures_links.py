@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from labkit.course.pictures.links import SIZES, bandwidths, bus
+from labkit.course.pictures.links import SIZES, TOKENS, bandwidths, bus, thresholds
+from labkit.prediction.balance import Balance
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.links import communication
 
@@ -38,3 +39,18 @@ def test_the_best_line_is_what_predictions_use(machine, devices, nodes):
 def test_what_the_machine_lacks_is_refused(asked, words):
     with pytest.raises((ValueError, LookupError), match=words):
         bus(**asked)
+
+
+def test_each_layout_is_a_line_with_its_threshold():
+    balance, figure = Balance("a100x8", 16), thresholds("a100x8", 16)
+    for line, (name, ratio) in zip(figure.data, balance.ratios().items(), strict=True):
+        least = balance.thresholds()[name]
+        assert line.name.startswith(f"{name}: ") and list(line.y) == [ratio(tokens) for tokens in TOKENS]
+        assert ("tokens" in line.name) == (least is not None and least > TOKENS[0])
+        assert "tokens" not in line.name or f"from {least:,} tokens" in line.name
+
+
+def test_devices_that_are_not_whole_nodes_have_no_thresholds():
+    for devices in (8, 12):
+        with pytest.raises(ValueError, match=f"devices must be two or more nodes of 8, got {devices}"):
+            thresholds("h100x8", devices)

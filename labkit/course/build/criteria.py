@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
@@ -203,12 +203,12 @@ def script_of(module: str, trial: str, answer: Any, nproc: int) -> str:
     return _SCRIPT.format(nproc=nproc, source=written.text, module=module, trial=trial, answer=written.name)
 
 
-def records_of(module: str, trial: str, answer: Any, nproc: int) -> list[Record | None]:
+def records_of(module: str, trial: str, answer: Any, nproc: int, **settings: Any) -> list[Record | None]:
     """What each rank recorded, and what was expected of it; None for a rank that wrote nothing. All processes have
-    ended when it returns."""
+    ended when it returns. `settings` are those of a task that is drawn for each learner, as plain values."""
     text = script_of(module, trial, answer, nproc)
     with tempfile.TemporaryDirectory(prefix="labkit-answer-") as folder, examiner() as examined:
-        examined.draw(module, trial, nproc, Path(folder))
+        examined.draw(module, trial, nproc, Path(folder), settings)
         (_LAUNCH.get() or launch)(text, nproc, Path(folder))
         records = examined.records()
         _SEEN.get()([record for record in records if record is not None])
@@ -248,9 +248,10 @@ class Examiner:
             if stream is not None:
                 stream.close()
 
-    def draw(self, module: str, trial: str, ranks: int, folder: Path) -> None:
+    def draw(self, module: str, trial: str, ranks: int, folder: Path, settings: Mapping[str, Any]) -> None:
         """Begins to draw; the ranks wait for their inputs."""
-        self._say({"draw": {"module": module, "trial": trial, "ranks": ranks, "folder": str(folder)}})
+        exam = {"module": module, "trial": trial, "ranks": ranks, "folder": str(folder), "settings": {**settings}}
+        self._say({"draw": exam})
 
     def records(self) -> list[Record | None]:
         """The record of each rank, after all of them have ended."""

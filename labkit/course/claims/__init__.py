@@ -121,6 +121,18 @@ CLAIMS: dict[str, Claim] = {
             published.four_per_stage,
         ),
         Claim("fsdp-8", "From 8 GPUs on, prefer FSDP to DDP", "modelled", computed.fsdp_from_8),
+        Claim(
+            "tp-batch",
+            "Tensor parallelism within a node lowers the batch from which FSDP is no longer communication-bound",
+            "modelled",
+            computed.tensor_parallel_batch,
+        ),
+        Claim(
+            "dtensor-all-to-all",
+            "Redistributing a DTensor from one dimension to another is an all-to-all",
+            "asked",
+            computed.to_other_dimension,
+        ),
         Claim("cpu-average", "DDP averages gradients on the CPU", "asked", guides.gradients_on_cpu),
         Claim(
             "dp-copies",

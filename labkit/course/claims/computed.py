@@ -13,6 +13,7 @@ from labkit.common.units import size
 from labkit.course.claims.measured import Trials, ask
 from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
 from labkit.plan.spec import Spec
+from labkit.prediction.balance import Balance
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.scale.advice import advice
 from labkit.prediction.scale.asked import training
@@ -121,6 +122,59 @@ def modelled_speeds(devices: Iterable[int]) -> tuple[dict[str, tuple[float, ...]
                 figures[f"{parameters} on {count}"] = (ddp.seconds / fsdp.seconds,)
     ratios = ", ".join(f"{name} × {ratio:.2f}" for name, (ratio,) in figures.items())
     return figures, f"speed of FSDP relative to DDP ({DEVICES[_MACHINE].title}, `labkit advise`, bf16): {ratios}"
+
+
+def tensor_parallel_batch(trials: Trials) -> Ruling:
+    """The tokens per device from which FSDP hides its communication, with and without tensor parallelism."""
+    figures, words = {}, []
+    for machine in ("a100x8", "h100x8", "b200x8"):
+        least = Balance(machine).thresholds()
+        combined = next(name for name in least if name.startswith("FSDP ×"))
+        figures |= {f"{name} on {machine}": (float(least[name] or math.inf),) for name in ("FSDP", combined)}
+        tokens = {name: f"{least[name]:,}" if least[name] else "more than any" for name in ("FSDP", combined)}
+        words.append(f"{tokens['FSDP']} with FSDP and {tokens[combined]} with {combined} ({machine})")
+    return Ruling(
+        OPEN,
+        f"Modelled, not run, for an MLP of 8192 × 28672 on 64 devices, tokens per device: {', '.join(words)}. A ring"
+        " over whole nodes already uses all network adapters of a node, so that TP within a node saves no time there"
+        " and adds its own messages. Where each axis of the mesh has links of its own, as on TPUs, it lowers the"
+        " threshold (Austin et al., How to Scale Your Model, 2025).",
+        figures,
+    )
+
+
+# ---- what DTensor sends
+
+
+_TO_OTHER_DIMENSION = """
+import json, logging, torch, torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+logging.disable()  # torch warns of what is asked here
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+with CommDebugMode() as calls:
+    shard = DTensor.from_local(torch.ones(1, 4), init_device_mesh("cpu", (4,)), [Shard(0)])
+    shard.redistribute(placements=[Shard(1)])
+print(json.dumps([torch.__version__, [str(call).rpartition(".")[2] for call in calls.get_comm_counts()]]))
+"""
+
+
+def to_other_dimension(trials: Trials) -> Ruling:
+    """Asks torch which collective it calls on a mesh of 4 CPU ranks; nothing is sent."""
+    seen, error = ask(_TO_OTHER_DIMENSION)
+    if error:
+        return Ruling(OPEN, f"torch could not be queried: {error}.")
+    version, calls = seen
+    if not any("all_gather" in call for call in calls):
+        return Ruling(HOLDS, f"Run here: torch {version} calls {', '.join(calls)} on a mesh of 4 CPU ranks.")
+    return Ruling(
+        PARTLY,
+        f"Run here: torch {version} calls {', '.join(calls)} on a mesh of 4 CPU ranks and keeps a slice. So every rank"
+        " receives the whole tensor, n times what it needs. By its source code, not run here, torch calls an all-to-all"
+        " on all other devices.",
+        {"all-gathers": (float(len(calls)),)},
+    )
 
 
 # ---- claims about platforms

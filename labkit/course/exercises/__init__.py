@@ -11,13 +11,15 @@ import importlib
 import inspect
 import math
 import os
+import random
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from labkit.analysis.guess import FIGURES
 from labkit.analysis.metrics import median
@@ -52,6 +54,7 @@ LABS = {
     "one_device": "18_one_device",
     "clusters": "19_clusters",
     "profiles": "20_profiles",
+    "dtensor": "21_dtensor",
 }
 
 
@@ -82,12 +85,14 @@ def result_of(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
 @dataclass(frozen=True)
 class Exercise:
     """An exercise. `check(answer)` returns why the answer is right, or raises `Wrong`; `key` is the solution
-    (markdown), and `given` the script to start from, a module of `course/build/given/`."""
+    (markdown), and `given` the script to start from, a module of `course/build/given/`. `task` says what is drawn for
+    this learner, if anything is: the verdict on an empty answer shows it."""
 
     title: str
     check: Callable[[Any], str]
     key: str
     given: str = ""
+    task: Callable[[], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,8 @@ def check(name: str, answer: Any) -> Grade:
     """
     found = exercise(name)
     if is_empty(answer):
-        return Grade(name, found.title, "empty", "not answered yet: replace the three dots with your answer")
+        drawn = f". {found.task()}" if found.task else ""
+        return Grade(name, found.title, "empty", f"not answered yet: replace the three dots with your answer{drawn}")
     try:
         state, words = "right", found.check(answer)
     except Wrong as wrong:
@@ -272,8 +278,41 @@ class Noted(Recorded):
     done: bool
 
 
+_Document = TypeVar("_Document")
+
+
+def _stored(path: Path, kind: type[_Document]) -> _Document | None:
+    """A document of the learner's; None if there is none. A file that cannot be read is renamed, to a new name."""
+    try:
+        document: _Document = decoded(parse(read_below(path.parent, path, _MAX_BYTES)), kind)
+        return document
+    except (NotPlain, ValueError):
+        aside = (path.with_suffix(f".unreadable{number or ''}.json") for number in count())
+        path.rename(next(path for path in aside if not os.path.lexists(path)))
+    except OSError:  # there is no such file, or no such folder
+        pass
+    return None
+
+
+class Learner(Recorded):
+    """The number that the tasks of this learner are drawn from."""
+
+    seed: Count
+
+
+def drawn(name: str) -> random.Random:
+    """What the task of the exercise called `name` is drawn with: the same values each time in this runs folder."""
+    path = runs_root() / "learner.json"
+    learner = _stored(path, Learner)
+    if learner is None:
+        learner = Learner(secrets.randbits(32))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        RunFolder.write_json(path, learner)
+    return random.Random(f"{learner.seed} {name}")
+
+
 class Book:
-    """The record in one file. A file that cannot be read counts as empty and is renamed, to a new name."""
+    """The record in one file. A file that cannot be read counts as empty."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -285,17 +324,7 @@ class Book:
 
     def read(self) -> dict[str, Noted]:
         """By exercise, what is noted."""
-        try:
-            noted: dict[str, Noted] = decoded(
-                parse(read_below(self._path.parent, self._path, _MAX_BYTES)), dict[str, Noted]
-            )
-            return noted
-        except (NotPlain, ValueError):
-            aside = (self._path.with_suffix(f".unreadable{number or ''}.json") for number in count())
-            self._path.rename(next(path for path in aside if not os.path.lexists(path)))
-            return {}
-        except OSError:  # there is no such file, or no such folder
-            return {}
+        return _stored(self._path, dict[str, Noted]) or {}
 
     def note(self, name: str, done: bool) -> None:
         """Counts one attempt. An exercise that was done once stays done."""

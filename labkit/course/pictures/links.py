@@ -1,5 +1,5 @@
 """Links between accelerators, from the table of machines (`prediction/devices.py`): what they carry, and the bus
-bandwidth of collectives on them. All figures are modelled."""
+bandwidth of collectives on them, and from which batch on they are not the bottleneck. All figures are modelled."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from labkit.course.pictures.canvas import checked, wide_layout
 from labkit.figures import rank_colour
 from labkit.figures.as_plotly import as_figure
 from labkit.figures.colours import GRID, INK
+from labkit.prediction.balance import Balance
 from labkit.prediction.collectives import ALGORITHMS
 from labkit.prediction.collectives import known as operation_known
 from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE, DEVICES
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 SIZES = tuple(4**power for power in range(5, 17))  # bytes: 1 KiB to 4 GiB
+TOKENS = tuple(2**power for power in range(7, 17))  # per device: 128 to 65,536
 _GB = 1e9
 
 
@@ -96,3 +98,53 @@ def bus(operation: str = "all_reduce", machine: str = DEFAULT_MACHINE, devices: 
             "margin": {"l": 60, "r": 20, "t": 56, "b": 44},
         },
     )
+
+
+@checked
+def thresholds(
+    machine: str = DEFAULT_MACHINE, devices: int = 64, width: int = 8192, inner: int = 28672, expert: int = 2048
+) -> go.Figure:
+    """Communication per computation in the MLP of one layer, by tokens per device, with the layouts of
+    `prediction/balance.py`: below 1 it can be hidden. Raises `ValueError` if the devices are not whole nodes, two or
+    more."""
+    balance = Balance(machine, devices, width, inner, expert)
+    least = balance.thresholds()
+    lines = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": f"{name}: {_from(least[name])}",
+            "x": [*TOKENS],
+            "y": [ratio(tokens) for tokens in TOKENS],
+            "line": {"color": rank_colour(number)},
+            "hovertemplate": f"%{{x:,}} tokens: %{{y:.2f}}<extra>{name}</extra>",
+        }
+        for number, (name, ratio) in enumerate(balance.ratios().items())
+    ]
+    note = f"modelled: MLP of {width:,} × {inner:,}, experts of {expert:,}; {devices} devices; {DEVICES[machine].title}"
+    scale = {"type": "log", "gridcolor": GRID, "zeroline": False}
+    border = {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": 1,
+        "y1": 1,
+        "line": {"color": INK, "dash": "dash"},
+    }
+    return as_figure(
+        lines,
+        wide_layout("Communication per computation", note, 400)
+        | {
+            "xaxis": scale | {"title": {"text": "tokens per device"}, "tickvals": [*TOKENS[::3]]},
+            "yaxis": scale | {"title": {"text": "seconds per second"}},
+            "shapes": [border],
+            "margin": {"l": 70, "r": 20, "t": 56, "b": 44},
+        },
+    )
+
+
+def _from(tokens: int | None) -> str:
+    if tokens is None:
+        return "above 1 with any batch"
+    return "below 1 with any batch" if tokens <= TOKENS[0] else f"below 1 from {tokens:,} tokens"

@@ -176,10 +176,11 @@ def run_answer(source: str, module: str, trial: str, answer: str, folder: str, p
     key, given = _given(given_path(Path(folder), dist.get_rank()))
     record = Record(dist.get_rank())
     namespace = ModuleType("answer")
-    rules = Rules(record, vars(namespace))
-    recorder = Recorder(record, rules.intact, rules.answers)
-    rules.leaves = recorder.synchronizes
     trials = importlib.import_module(f"labkit.course.build.ranks.{module}")
+    allowed = vars(trials).get("ALLOWED", ())
+    rules = Rules(record, vars(namespace), allowed)
+    recorder = Recorder(record, rules.intact, rules.answers, counts_functional=bool(allowed))
+    rules.leaves = recorder.synchronizes
     _warm_up()
     code = _code(source)
     _hide(sys._getframe(1))

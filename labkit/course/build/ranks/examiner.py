@@ -22,14 +22,15 @@ from labkit.course.build.record import Record
 
 
 class Exam:
-    """One exam: a trial on some ranks, whose files are in `folder`."""
+    """One exam: a trial on some ranks, whose files are in `folder`; `settings` are those of an exercise whose task is
+    drawn for each learner."""
 
-    def __init__(self, module: str, trial: str, ranks: int, folder: str):
+    def __init__(self, module: str, trial: str, ranks: int, folder: str, settings: dict[str, Any]):
         self._module = importlib.import_module(f"labkit.course.build.ranks.{module}")
         self._trial, self._ranks, self._folder = trial, ranks, Path(folder)
         self._keys = [secrets.token_hex(32) for _ in range(ranks)]
         torch.manual_seed(secrets.randbits(62))
-        self._given = self._module.draw(trial, ranks)
+        self._given = self._module.draw(trial, ranks, **settings)
         for rank, given in enumerate(self._given):
             path = given_path(self._folder, rank)
             own = {name: value.detach().clone() if hasattr(value, "detach") else value for name, value in given.items()}

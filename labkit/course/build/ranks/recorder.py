@@ -49,6 +49,13 @@ _KNOWN = {  # operation of the dispatcher: its name here, and the argument that 
     "recv_any_source_": ("recv", 0),
     "barrier": ("barrier", 0),
 }
+_FUNCTIONAL = {  # operations of _c10d_functional, which DTensor calls: the name here; the input is what a rank has
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
 _OF_THIS_RANK = {"all_gather": 1}  # the argument that holds what a rank contributes, if it is not the payload
 REDUCED = ("all_reduce", "reduce_scatter", "reduce")
 _FINISHED = ("_c10d_functional", "_c10d_functional_autograd", "symm_mem")  # collectives that are written in C++
@@ -72,13 +79,20 @@ _VIEWS = {*_FREE, "alias", "_unsafe_view", "permute", "chunk", "narrow", "unbind
 class Recorder(TorchDispatchMode):
     """Records into `record` between `with recorder:`. `calls` counts everything that was dispatched: the progress.
     `intact` is called at each phase and each communication, and `product` with each matrix product; `answers` says
-    whether the answer runs, and not the probe of its run."""
+    whether the answer runs, and not the probe of its run. With `counts_functional` the answer may use DTensor: its
+    collectives and what it does with its local tensors count."""
 
     def __init__(
-        self, record: Record, intact: Callable[[], None] = lambda: None, answers: Callable[[], bool] = lambda: True
+        self,
+        record: Record,
+        intact: Callable[[], None] = lambda: None,
+        answers: Callable[[], bool] = lambda: True,
+        counts_functional: bool = False,
     ):
         super().__init__()
         self.record = record
+        self._counts_functional = counts_functional
+        self._wrappers = _wrappers() if counts_functional else ()
         self.calls = 0
         self.step, self.phase = OUTSIDE, START
         self.waits_for: int | None = None  # the index of the event whose end this rank waits for
@@ -183,9 +197,14 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += 1
+        if any(issubclass(kind, self._wrappers) for kind in types):
+            return NotImplemented  # the wrapper comes first, and calls the operation on the tensors inside
         space, _, name = func._schema.name.partition("::")
         if space == "c10d" and name in _KNOWN:
             self._communicates(*_KNOWN[name], args)
+        elif self._counts_functional and space == "_c10d_functional":
+            if name in _FUNCTIONAL:
+                self._communicates_functionally(_FUNCTIONAL[name], args)
         elif space in _FINISHED:
             self.record.finished_api = self.record.finished_api or f"torch.ops.{space}.{name}"
         out = func(*args, **(kwargs or {}))
@@ -221,10 +240,21 @@ class Recorder(TorchDispatchMode):
         size = self._group_size or dist.get_world_size()
         count = sum(_numel(tensor) * _element_size(tensor) for tensor in _tensors(args[payload]))
         peer = next((argument for argument in args[1:] if type(argument) is int), None) if name in _PEERS else None
+        self._sends(name, count, size, list(_tensors(args[_OF_THIS_RANK.get(name, payload)])), peer)
+
+    def _communicates_functionally(self, name: str, args: Any) -> None:
+        self._intact()
+        group = args[-1]
+        size = (dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group).size()
+        contributed = list(_tensors(args[0]))
+        count = sum(_numel(tensor) * _element_size(tensor) for tensor in contributed)
+        self._sends(name, count * size if name == "all_gather" else count, size, contributed, None)
+
+    def _sends(self, name: str, count: int, size: int, contributed: list[torch.Tensor], peer: int | None) -> None:
+        """Notes an operation with a payload of `count` bytes in a group of `size` ranks."""
         moved = sent("send" if name == "gather" else name, count, size)
-        fields = {"sent": moved, "peer": peer}
+        fields: dict[str, Any] = {"sent": moved, "peer": peer}
         if moved:
-            contributed = list(_tensors(args[_OF_THIS_RANK.get(name, payload)]))
             elements = sum(map(_numel, contributed))
             zeros = elements - sum(int(torch.count_nonzero(tensor)) for tensor in contributed)
             fields["zeros"] = moved * zeros / max(elements, 1)
@@ -274,6 +304,14 @@ class Recorder(TorchDispatchMode):
             return result
 
         return call
+
+
+def _wrappers() -> tuple[type, ...]:
+    """The tensors that wrap others: those of a mesh, and results of collectives that nothing has waited for yet."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import DTensor
+
+    return DTensor, AsyncCollectiveTensor
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

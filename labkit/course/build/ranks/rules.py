@@ -38,11 +38,17 @@ _PARTS = (
     *("distributed/_functional_collectives.py", "distributed/_symmetric_memory/", "_inductor/"),
 )
 _PACKAGES = ("deepspeed", "accelerate", "fairscale", "megatron")
-_FINISHED = (
-    *(str(_TORCH / part) + ("/" if part.endswith("/") else "") for part in _PARTS),
-    *(str(_TORCH.parent / package) + "/" for package in _PACKAGES),
-)
-_MODULES = (*(f"torch.{part.removesuffix('.py').strip('/').replace('/', '.')}" for part in _PARTS), *_PACKAGES)
+_PACKAGE_PATHS = tuple(str(_TORCH.parent / package) + "/" for package in _PACKAGES)
+
+
+def _path(part: str) -> str:
+    return str(_TORCH / part) + ("/" if part.endswith("/") else "")
+
+
+def _module(part: str) -> str:
+    return f"torch.{part.removesuffix('.py').strip('/').replace('/', '.')}"
+
+
 _C10D = torch._C._distributed_c10d
 _CLASSES = ("Reducer", "Logger", "ProcessGroupGloo", "_ProcessGroupWrapper", "_StoreCollectives", "_SymmetricMemory")
 _FUNCTIONS = ("_broadcast_coalesced", "_compute_bucket_assignment_by_size", "_register_builtin_comm_hook")
@@ -122,11 +128,14 @@ _MUST_NOT_GROW = (torch.Tensor, nn.Linear, nn.Parameter, torch.optim.Adam, torch
 
 class Rules:
     """Between `with Rules(record, names):`, notes the first thing that the answer whose globals are `names` must not
-    do."""
+    do. `allowed` are parts of torch, of `_PARTS`, that it may call although they are finished implementations."""
 
-    def __init__(self, record: Record, names: dict[str, Any]):
+    def __init__(self, record: Record, names: dict[str, Any], allowed: Sequence[str] = ()):
         self._record, self._names = record, names
         self.leaves: Callable[[], None] = lambda: None  # is called when the answer takes a few numbers out of torch
+        parts = [part for part in _PARTS if part not in allowed]
+        self._finished = (*(_path(part) for part in parts), *_PACKAGE_PATHS)
+        self._modules = (*(_module(part) for part in parts), *_PACKAGES)
         self._known: dict[CodeType, bool] = {}
         self._active = self._busy = False
         self._originals: list[tuple[Any, list[tuple[str, Any]], int]] = []
@@ -219,7 +228,7 @@ class Rules:
             return
         self._busy = True
         try:
-            if event == "import" and str(args[0]).startswith(_MODULES) and self._caused(sys._getframe(1)):
+            if event == "import" and str(args[0]).startswith(self._modules) and self._caused(sys._getframe(1)):
                 self._record.finished_api = self._record.finished_api or str(args[0])
             words, caused = self._event(event, args)
             if words and caused(sys._getframe(1)):
@@ -250,7 +259,7 @@ class Rules:
             return
         code = frame.f_code
         if code not in self._known:
-            self._known[code] = code.co_filename.startswith(_FINISHED) and not code.co_name.startswith("<")
+            self._known[code] = code.co_filename.startswith(self._finished) and not code.co_name.startswith("<")
         if self._known[code] and not self._record.finished_api and not _is_imported(frame):
             self._record.finished_api = _name(frame)
         if code.co_name in _PYTHON_NAMES:
