@@ -37,12 +37,17 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
     return content
 
 
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder; `Path.is_dir` raises `OSError` for a name that is too long."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
 def read_json_object(what: str, path: Path, most: int, must: str, in_folder: str = "") -> dict[str, Any]:
     """The JSON object in a small file of the user, or in the file `in_folder` of a folder. Raises `ValueError` with one
     sentence: `what` is the name of the argument, `must` says what the object must be."""
     named = f"{what} {shown(os.fspath(path))}"
     try:
-        if in_folder and path.is_dir():
+        if in_folder and is_folder(path):
             return read_json_object(what, path / in_folder, most, must)
         if path.exists() and not path.is_file():  # a pipe would block
             raise ValueError(f"{named} must be a file")

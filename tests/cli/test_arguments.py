@@ -22,6 +22,7 @@ from labkit import (
     advise,
     atlas,
     check,
+    classroom,
     compare,
     diff_scripts,
     excerpt,
@@ -43,13 +44,19 @@ from labkit.frontends.magic.cell import Cell, CellError
 # ---- the other public names
 
 
+def each(text: str, values: tuple, call: Callable[[Any], Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The same call with each of some values."""
+    for value in values:
+        yield f"{text}({shown(value)})", partial(call, value)
+
+
 def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Public names with invalid arguments."""
+    yield from _of_runs(fake)
+    yield from _of_the_course(fake.folder.path.parent)
 
-    def each(text: str, values: tuple, call: Callable[[Any], Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
-        for value in values:
-            yield f"{text}({shown(value)})", partial(call, value)
 
+def _of_runs(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from each("run", ("", "ddpp", None, 5, b"ddp", [], "nowhere.py", "\0.py", "x" * 5000 + ".py", Rude()), run)
     yield from each("run script=", ("train.py",), lambda value: run("ddp", script=value))
     yield from each("run detached=", FLAGS, lambda value: run(DDP, detached=value))
@@ -100,6 +107,25 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from each("show", (None, 5, b"x", "", "typo", "\0", "x" * 5000, [], Rude()), show)
     yield from each("Run", (None, "last", 5), Run)
     yield from each("Run.attach", (None, 5, b"x", "", "typo", "\0", "x" * 5000, Rude()), Run.attach)
+    yield from each("wait until=", ("typo", "", 5, [], "x" * 5000, Rude()), lambda value: fake.wait(until=value))
+    yield from each(
+        "wait timeout=", (-1, math.nan, math.inf, "5", 1e300, True, [], Rude()), lambda value: fake.wait(timeout=value)
+    )
+    yield from each("figure", TEXTS, fake.figure)
+    yield from each("capture", FLAGS, fake.capture)
+    yield from each("export to=", ("tensorboard,csv", *TEXTS), fake.export)
+    yield from each("export out=", PATHS, lambda value: fake.export("csv", value))
+    yield from each("run export=", tuple(value for value in TEXTS if value), lambda value: run(DDP, export=value))
+    yield from each("logs rank=", (-1, 2, 10**20, HUGE, 1.5, "0", True, None, []), fake.logs)
+    yield from each("logs stream=", TEXTS, lambda value: fake.logs(0, value))
+
+
+def _of_the_course(folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    yield from each("classroom", (None, 5, b"x", "", "nowhere", "\0", "x" * 5000, [], Rude()), classroom)
+    yield from each("classroom grades=", PATHS, lambda value: classroom(folder, grades=value))
+    times = tuple(value for value in NUMBERS if value != 1.5)  # seconds and minutes may have fractions
+    for name, values in {"minutes": times, "every": times, "hide_names": FLAGS}.items():
+        yield from each(f"classroom {name}=", values, lambda value, name=name: classroom(folder, **{name: value}))
     for name in ("write_script", "excerpt"):
         yield from each(name, ("ddp", None, 5, {}, Rude()), getattr(labkit, name))
     yield from (("diff_scripts", partial(diff_scripts, *pair)) for pair in (("ddp", DDP), (DDP, None)))
@@ -117,17 +143,6 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from each(
         "report", (object(), b"x", {1: 2}, [0] * 2000, int, [[[[[[[[[[1]]]]]]]]]]), lambda value: report(x=value)
     )
-    yield from each("wait until=", ("typo", "", 5, [], "x" * 5000, Rude()), lambda value: fake.wait(until=value))
-    yield from each(
-        "wait timeout=", (-1, math.nan, math.inf, "5", 1e300, True, [], Rude()), lambda value: fake.wait(timeout=value)
-    )
-    yield from each("figure", TEXTS, fake.figure)
-    yield from each("capture", FLAGS, fake.capture)
-    yield from each("export to=", ("tensorboard,csv", *TEXTS), fake.export)
-    yield from each("export out=", PATHS, lambda value: fake.export("csv", value))
-    yield from each("run export=", tuple(value for value in TEXTS if value), lambda value: run(DDP, export=value))
-    yield from each("logs rank=", (-1, 2, 10**20, HUGE, 1.5, "0", True, None, []), fake.logs)
-    yield from each("logs stream=", TEXTS, lambda value: fake.logs(0, value))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from labkit.analysis.diagnose.finding import shorter
 from labkit.analysis.foreign import flight_recorder, logs, memory_snapshot, profiles
 from labkit.analysis.foreign.chrome import Content, read_profile
 from labkit.analysis.foreign.page import ForeignError, Page
-from labkit.common.reading import open_regular
+from labkit.common.reading import is_folder, open_regular
 
 _PICKLE = b"\x80"  # of protocol 2 or later
 _HEAD = 1 << 16  # bytes in which a file says what it is
@@ -76,7 +76,7 @@ def explain(paths: Iterable[Path]) -> list[Page]:
 def _files(paths: Iterable[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
-        if not os.path.isdir(path):  # noqa: PTH112 a name that is too long is no folder
+        if not is_folder(path):
             files.append(path)
             continue
         if _is_run(path):

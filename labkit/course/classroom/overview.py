@@ -21,9 +21,9 @@ from typing import Any
 
 from labkit.analysis.guess import FIGURES, Guessable
 from labkit.analysis.metrics import median
-from labkit.common.arguments import Number, check_flag, check_path
+from labkit.common.arguments import Number, check_flag, check_path, shown
 from labkit.common.files import user_cache, write_atomically
-from labkit.common.reading import read_regular
+from labkit.common.reading import is_folder, read_regular
 from labkit.common.text import visible_line
 from labkit.course.build.grade import TOPICS
 from labkit.course.classroom.learners import AHEAD, Failure, GuessMade, Learner, Ran, Record, known_exercises
@@ -152,8 +152,8 @@ class Class:
 
     def __init__(self, folder: Any, *, grades: Any = None, minutes: float = 10.0, hide_names: bool = False):
         self._folder = Path(check_path("folder", folder)).absolute()
-        if not self._folder.is_dir():
-            raise ValueError(f"{visible_line(str(self._folder))} is not a folder; name the one that has all learners")
+        if not is_folder(self._folder):
+            raise ValueError(f"{shown(str(folder))} is not a folder; name the one that has all learners")
         self._grades = grades_of(self._folder) if grades is None else Path(check_path("grades", grades))
         self._must_have_grades = grades is not None
         self.minutes = float(MINUTES.check("minutes", minutes))
