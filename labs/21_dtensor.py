@@ -47,9 +47,9 @@ print(torch.__version__)
 
 # %%
 # %%torchrun 4
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-mesh = init_device_mesh(device.type, (4,))
+mesh = dist.init_device_mesh(device.type, (4,))
 mine = (torch.arange(16.0, device=device) + 100 * rank).view(4, 4)
 for placement in (Replicate(), Shard(0), Shard(1)):
     placed = distribute_tensor(mine, mesh, [placement])
@@ -86,7 +86,7 @@ report(partial=ones.to_local(), its_full_tensor=ones.full_tensor())
 
 # %%
 # %%torchrun 4 --as moved
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -100,7 +100,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-mesh = init_device_mesh(device.type, (4,))
+mesh = dist.init_device_mesh(device.type, (4,))
 S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
 for before, after in ((S0, R), (R, S0), (P, R), (P, S0), (S0, S1)):
     shape = {S0: (256, 1024)}.get(before, (1024, 1024))
@@ -150,9 +150,9 @@ pictures.mesh.grid({"dp": 2, "tp": 2})
 
 # %%
 # %%torchrun 4
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+mesh = dist.init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
 for name in ("dp", "tp"):
     report(**{f"{name}_group": dist.get_process_group_ranks(mesh.get_group(name))})
 x = torch.arange(16.0, device=device).view(4, 4)
@@ -187,10 +187,10 @@ report(gathered_along_dp=blocks.redistribute(mesh, [Replicate(), Shard(1)]).to_l
 
 # %%
 # %%torchrun 4
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-mesh = init_device_mesh(device.type, (4,))
+mesh = dist.init_device_mesh(device.type, (4,))
 S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
 shapes = {S0: (2, 8), S1: (8, 2), R: (8, 8), P: (8, 8)}
 
@@ -232,10 +232,10 @@ report(**{f"relu of {P}": f"{c.placements[0]}, {calls.get_total_counts()} collec
 
 # %%
 # %%torchrun 4
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-mesh, S0, R = init_device_mesh(device.type, (4,)), Shard(0), Replicate()
+mesh, S0, R = dist.init_device_mesh(device.type, (4,)), Shard(0), Replicate()
 x = DTensor.from_local(torch.randn(2, 8, device=device), mesh, [S0])
 for name, placement, gather in (("R", R, False), ("R, redistributed", R, True), ("S(0), redistributed", S0, True)):
     w = distribute_tensor(torch.randn(8, 8, device=device), mesh, [placement]).requires_grad_()

@@ -148,13 +148,13 @@ def tensor_parallel_batch(trials: Trials) -> Ruling:
 
 _TO_OTHER_DIMENSION = """
 import json, logging, torch, torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 logging.disable()  # torch warns of what is asked here
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 with CommDebugMode() as calls:
-    shard = DTensor.from_local(torch.ones(1, 4), init_device_mesh("cpu", (4,)), [Shard(0)])
+    shard = DTensor.from_local(torch.ones(1, 4), dist.init_device_mesh("cpu", (4,)), [Shard(0)])
     shard.redistribute(placements=[Shard(1)])
 print(json.dumps([torch.__version__, [str(call).rpartition(".")[2] for call in calls.get_comm_counts()]]))
 """
