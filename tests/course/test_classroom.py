@@ -14,6 +14,7 @@ from classes import LAB, a_class, hand_in, run_of, tried
 from commands import called
 from places import TESTS
 
+from labkit import classroom
 from labkit.course.classroom import learners, page
 from labkit.course.classroom.overview import CLOSE, Class, graded, group_of, section_of
 from labkit.jobs import zipped
@@ -183,6 +184,12 @@ def test_a_damaged_learner_is_one_row_that_says_so(folder, tmp_path):
     assert rows["Adalind Quill"].passed == 2 and not rows["Adalind Quill"].trouble
 
 
+def test_a_folder_that_the_teacher_may_not_read_says_what_to_do(folder, monkeypatch):
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, *how: path != folder / "bob" and may(path, *how))
+    assert "labkit progress --zip" in rows_of(folder)["bob"].trouble
+
+
 @pytest.mark.parametrize(
     "text", ["[]", '{"ddp.steps": 3}', "{", '{"ddp.steps": {"tries": -1, "done": true}}', "[" * 10_000]
 )
@@ -330,7 +337,17 @@ def test_learners_come_and_go(folder):
         found.refresh()
 
 
-# ---- grades and the commands
+# ---- grades, the panel outside of a notebook, and the commands
+
+
+def test_the_panel_is_text_outside_of_a_notebook(folder):
+    text = repr(classroom(folder))
+    assert text.startswith("Class of autumn: 5 learners\n") and "Adalind Quill" in text
+    assert "Adalind" not in repr(classroom(folder, hide_names=True))
+    with pytest.raises(ValueError, match="is not a folder"):
+        classroom(folder / "nothing")
+    with pytest.raises(ValueError, match="every must be"):
+        classroom(folder, every=0)
 
 
 def test_grades_are_those_of_labkit_grade_or_else_the_own_record(folder):

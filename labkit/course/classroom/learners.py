@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 from zlib import error as ZlibError
@@ -357,7 +358,8 @@ def _newest_zip(root: Path, path: Path) -> Path | None:
 # ---- reading the documents of a run
 
 
-def known_exercises() -> dict[str, tuple[str, str]]:
+@cache
+def known_exercises() -> Mapping[str, tuple[str, str]]:
     """By name of an exercise: its lab and its title."""
     return {
         f"{topic}.{short}": (lab, exercise.title)

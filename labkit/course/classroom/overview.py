@@ -100,7 +100,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Guesses:
+class Histogram:
     """The first guesses of all learners about one figure of the same run: what was measured, in words, and by group of
     `words` the learners and their guesses."""
 
@@ -127,7 +127,7 @@ class Overview:
     rows: tuple[Row, ...]
     hands: tuple[Hand, ...]
     asked: tuple[Asked, ...]
-    guesses: tuple[Guesses, ...]
+    guesses: tuple[Histogram, ...]
     exercises: int
     notes: tuple[str, ...] = ()
 
@@ -204,6 +204,7 @@ class Class:
         """By the name of a folder or zip, what is shown for it: its name, or a number that stays the same."""
         if not self.hide_names:
             return {name: visible_line(plain_name(name)) for name in names}
+        self._numbers = {name: self._numbers[name] for name in names if name in self._numbers}
         for name in names:
             if name not in self._numbers:
                 self._numbers[name] = _free_number(name, set(self._numbers.values()))
@@ -211,7 +212,7 @@ class Class:
 
     def _graded(self) -> dict[str, set[str]] | None:
         try:
-            return graded(read_regular(self._grades, _GRADES).decode("utf-8"))
+            return graded(read_regular(self._grades, _GRADES).decode("utf-8-sig"))
         except (OSError, ValueError, csv.Error) as error:
             if self._must_have_grades:
                 why = error.strerror if isinstance(error, OSError) else "it is no CSV of labkit grade"
@@ -368,11 +369,11 @@ def _exercises(records: Iterable[Record]) -> list[Asked]:
     ]
 
 
-def _asked(group: Guesses) -> Asked:
+def _asked(group: Histogram) -> Asked:
     return Asked(group.lab, group.section, f"guess: {group.what}", len(group.groups[CLOSE]), group.count)
 
 
-def _guesses(records: Iterable[tuple[str, Record]]) -> list[Guesses]:
+def _guesses(records: Iterable[tuple[str, Record]]) -> list[Histogram]:
     """The first guess of each learner about each figure of each kind of run, in the order of the labs."""
     made: dict[tuple[str, str, str], list[tuple[str, GuessMade]]] = defaultdict(list)
     for learner, record in records:
@@ -385,7 +386,7 @@ def _guesses(records: Iterable[tuple[str, Record]]) -> list[Guesses]:
     return [_group(*key, made[key]) for key in sorted(made)]
 
 
-def _group(lab: str, run: str, figure: str, made: Sequence[tuple[str, GuessMade]]) -> Guesses:
+def _group(lab: str, run: str, figure: str, made: Sequence[tuple[str, GuessMade]]) -> Histogram:
     guessable = FIGURES[figure]
     points = guessable.unit == "%"
     groups: list[list[str]] = [[] for _ in RATIOS]
@@ -393,7 +394,7 @@ def _group(lab: str, run: str, figure: str, made: Sequence[tuple[str, GuessMade]
         said = f"{learner}: {guessable.in_words(guess.guessed)}"
         far = "" if guess.error is None else f" ({guessable.error_in_words(guess.error)})"
         groups[group_of(guess.error, points)].append(said + far)
-    return Guesses(
+    return Histogram(
         lab or "elsewhere",
         " or ".join(section_of(lab, "guess", figure)),
         f"{guessable.label}, {run}",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from labkit.common.text import escape
 from labkit.common.units import counted
-from labkit.course.classroom.overview import CLOSE, Asked, Guesses, Hand, Overview, Row
+from labkit.course.classroom.overview import CLOSE, Asked, Hand, Histogram, Overview, Row
 
 HEADS = ("learner", "labs done", "exercises", "attempts", "grade", "active", "newest run")
 ASKED_HEADS = ("exercise or guess", "lab, section", "not right", "attempts")
@@ -129,12 +129,12 @@ def _table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> s
 # ---- guesses
 
 
-def _guesses(groups: Sequence[Guesses]) -> str:
+def _guesses(groups: Sequence[Histogram]) -> str:
     drawn = "".join(map(_histogram, groups))
     return f'<div class="histograms">{drawn}</div>' if drawn else "<p>No guess was measured yet.</p>"
 
 
-def _histogram(group: Guesses) -> str:
+def _histogram(group: Histogram) -> str:
     most = max(map(len, group.groups))
     place = ", ".join(filter(None, (group.lab, group.section)))
     bars, far = [], []
