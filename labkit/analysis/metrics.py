@@ -158,6 +158,12 @@ def rolling_throughput(rank: RankState, first: int, last: int) -> numpy.ndarray:
     return rates
 
 
+def step_times(rank: RankState, part: slice, phase: str | None = None) -> numpy.ndarray:
+    """The seconds of each of some steps of a rank, or of one of its phases; NaN if unknown."""
+    column = rank.steps.seconds if phase is None else rank.steps.phases[phase]
+    return column[part]
+
+
 def step_throughput(rank: RankState, part: slice) -> numpy.ndarray:
     """A rank's samples per second in each of some steps, not averaged; NaN if unknown."""
     samples, seconds = _measured(rank.steps.samples[part], rank.steps.seconds[part])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy
 
-from labkit.analysis.metrics import step_throughput
+from labkit.analysis.metrics import step_throughput, step_times
 from labkit.analysis.profiled import overlap
 from labkit.analysis.summary import summarise
 from labkit.record.documents import Summary, plain
@@ -49,7 +49,7 @@ def _losses(rank: RankState, part: slice) -> numpy.ndarray:
 
 
 def _phase(phase: str) -> Callable[[RankState, slice], numpy.ndarray]:
-    return lambda rank, part: rank.steps.phases[phase][part]
+    return lambda rank, part: step_times(rank, part, phase)
 
 
 def _memory(name: str) -> Callable[[RankState, slice], numpy.ndarray]:
@@ -61,7 +61,7 @@ STEPS = (
     Figure("loss", "", "loss of the rank's batch", _losses, together="mean"),
     Figure("samples", "samples", "samples of the rank's batch", lambda rank, part: rank.steps.samples[part]),
     Figure("samples_per_second", "samples/s", "samples of this step divided by its time", step_throughput, "total"),
-    Figure("step_seconds", "s", "time of the step", lambda rank, part: rank.steps.seconds[part]),
+    Figure("step_seconds", "s", "time of the step", step_times),
     *(Figure(f"{phase}_seconds", "s", f"time of the phase {phase}", _phase(phase)) for phase in PHASES),
     Figure("memory_allocated_bytes", "bytes", "memory at the end of the step", _memory("allocated")),
     Figure("memory_reserved_bytes", "bytes", "memory that the allocator has reserved", _memory("reserved")),

@@ -145,6 +145,10 @@ class Wandb:
     `wandb` of `place`, or of WANDB_DIR or the working directory."""
 
     def __init__(self, place: Path | None, name: str, config: dict[str, Any], started: float | None):
+        with _unless_decided("WANDB_ERROR_REPORTING", "false"):
+            self._start(place, name, config)
+
+    def _start(self, place: Path | None, name: str, config: dict[str, Any]) -> None:
         import wandb
 
         root, number = Path(place or os.environ.get("WANDB_DIR") or "."), _NOT_IN_IDS.sub("_", name)
@@ -195,7 +199,7 @@ class Mlflow:
     (`MLFLOW_TRACKING_URI`)."""
 
     def __init__(self, place: Path | None, name: str, config: dict[str, Any], started: float | None):
-        with _without_telemetry():
+        with _unless_decided("MLFLOW_DISABLE_TELEMETRY", "true"):
             import mlflow
 
         uri = mlflow.get_tracking_uri()
@@ -247,14 +251,13 @@ class Mlflow:
 
 
 @contextmanager
-def _without_telemetry() -> Iterator[None]:
-    """Within this context, MLflow is imported without its telemetry, which would send usage data, unless the user has
-    decided otherwise."""
-    name = "MLFLOW_DISABLE_TELEMETRY"
-    is_decided = name in os.environ
-    os.environ.setdefault(name, "true")
+def _unless_decided(variable: str, value: str) -> Iterator[None]:
+    """Within this context an environment variable has a value, unless the user has set it: with it, a client sends no
+    usage data or error reports to its vendor."""
+    is_decided = variable in os.environ
+    os.environ.setdefault(variable, value)
     try:
         yield
     finally:
         if not is_decided:
-            del os.environ[name]
+            del os.environ[variable]

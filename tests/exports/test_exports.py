@@ -197,6 +197,7 @@ def exported(folder: RunFolder, tool: str, place: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(storage, "TRACKIO_DIR", place)
         out = []
     assert called("export", str(folder.path), "--to", tool, *out) == 0
+    assert not {"MLFLOW_DISABLE_TELEMETRY", "WANDB_ERROR_REPORTING"} & os.environ.keys()
     return READERS[tool](place, folder.name)
 
 
@@ -289,7 +290,21 @@ def test_mlflow_has_hyperparameters_findings_and_the_state(diverged, tmp_path):
         assert finding.title in run.data.tags["mlflow.note.content"]
         assert run.data.tags[f"finding.{finding.name}"] == finding.title
     assert run.info.status == "FINISHED"
-    assert "MLFLOW_DISABLE_TELEMETRY" not in os.environ
+
+
+def test_wandb_has_the_configuration_and_findings_as_notes_and_tags(diverged, tmp_path):
+    needs("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    Run.attach(diverged.path).export("wandb", tmp_path)
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    records = [Record.FromString(data) for data in records_of_wandb(path)]
+    runs = [record.run for record in records if record.HasField("run")]
+    config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
+    assert (config["strategy"], config["batch_size"], runs[0].display_name) == ("ddp", 128, diverged.name)
+    findings = Run.attach(diverged.path).findings()
+    assert all(finding.title in runs[-1].notes for finding in findings)
+    assert set(runs[-1].tags) == {finding.name for finding in findings}
 
 
 def test_trackio_has_the_configuration_and_findings_as_alerts(diverged, tmp_path, monkeypatch):
