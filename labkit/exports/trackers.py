@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -144,9 +145,14 @@ class Wandb:
     """A run of Weights & Biases, offline unless `WANDB_MODE` is set: `wandb sync` uploads it. It is in the folder
     `wandb` of `place`, or of WANDB_DIR or the working directory."""
 
+    _open = 0  # exports of this process that have not ended
+    _turn = threading.Lock()
+
     def __init__(self, place: Path | None, name: str, config: dict[str, Any], started: float | None):
-        with _unless_decided("WANDB_ERROR_REPORTING", "false"):
+        self._ended = False
+        with self._turn, _unless_decided("WANDB_ERROR_REPORTING", "false"):
             self._start(place, name, config)
+            Wandb._open += 1
 
     def _start(self, place: Path | None, name: str, config: dict[str, Any]) -> None:
         import wandb
@@ -184,11 +190,25 @@ class Wandb:
         self._run.summary.update(_summary_series(end))
         self._run.notes = visible(end.notes)
         self._run.tags = tuple(dict.fromkeys(found.name[:64] for found in end.summary.findings))
-        self._run.finish(exit_code=int(end.summary.state != "finished"))
+        self._finish(int(end.summary.state != "finished"))
 
     def close(self) -> None:
         """Ends the run as failed."""
-        self._run.finish(exit_code=1)
+        self._finish(1)
+
+    def _finish(self, exit_code: int) -> None:
+        """Ends the run, and the client's service if nothing else in this process uses it: only then is all of the file
+        written."""
+        import wandb
+
+        with self._turn:
+            if self._ended:
+                return
+            self._ended = True
+            self._run.finish(exit_code=exit_code)
+            Wandb._open -= 1
+            if not Wandb._open and wandb.run is None:
+                wandb.teardown()
 
 
 # ---- MLflow

@@ -52,8 +52,9 @@ def everything(folder: RunFolder) -> str:
     said += [
         command("replay", path, "--speed", "1e12")[1],
         command("compare", path)[1],
-        command("export", path, "--to", "csv,perfetto")[1],
+        *(command("export", path, "--to", tool, "--out", f"{path}.exports")[1] for tool in ("csv", "perfetto")),
     ]
+    said += [written.read_text() for written in sorted(Path(f"{path}.exports").rglob("*")) if written.is_file()]
     try:
         said.append(run_page(folder).body)
     except (RunError, Unreadable) as error:
