@@ -42,7 +42,7 @@ def test_a_cell_takes_gpus_where_there_are_enough_and_cpu_ranks_else():
         ("0", "got 0"),
         ("-1", "got -1"),
         ("9", "this machine has at most 8 CPU ranks (2 cores), got 9 ranks; write %%torchrun 8"),
-        ("2 --fast", "unknown option '--fast'; the options are --device cpu"),
+        ("2 --fast", "unknown option '--fast'; the options are --keep, --device cpu"),
         ("2 --as", "--as needs a value"),
         ("2 --as 3x", "--as must be a variable name, got '3x'"),
         ("2 --device tpu", "--device must be cpu or cuda, got 'tpu'"),
