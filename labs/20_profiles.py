@@ -28,7 +28,6 @@ import inspect
 import os
 from pathlib import Path
 
-os.environ["KINETO_LOG_LEVEL"] = "6"  # otherwise torch's profiler reports that it starts and stops
 from torch.profiler import ProfilerActivity, profile
 
 from labkit import check, explain, guess, run, starter
@@ -58,9 +57,9 @@ job.figure("phases")
 # %% [markdown]
 # <details class="answer"><summary>What the phases say, and what they do not</summary>
 #
-# *Other* is large: time in which the script does something that is neither forward, backward nor the optimizer. A
-# `DataLoader` would show up as *data*, but this script loads by itself, and it communicates by itself as well. So the
-# phases narrow the search to a part of the step, and no further.
+# Two parts should be small and are not: *communication*, during which nothing computes, and *other*, which is none of
+# the named phases. A `DataLoader` would show up as *data*, but this script loads by itself.
+# Forward and backward are the largest part, and look innocent: a phase says how long, not how long it should take.
 #
 # </details>
 #
@@ -93,8 +92,10 @@ job.ledger()
 import slow_training as script
 
 training = script.Training(inspect.getsource(inspect).encode(), script.Model().state_dict())
+os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler, when it is first used, shall not report that it starts
 with profile(activities=[ProfilerActivity.CPU]) as loading:
     inputs, targets = training.load([0, 300, 600, 900])
+del os.environ["KINETO_LOG_LEVEL"]  # or later runs would start in another environment
 print(loading.key_averages().table(sort_by="self_cpu_time_total", row_limit=6, max_name_column_width=30))
 
 # %% [markdown]
