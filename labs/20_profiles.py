@@ -69,8 +69,10 @@ job.figure("phases")
 # ([lab 01](01_collectives.py)). **Predict** the number of calls per step that a good script needs.
 
 # %%
-parameters = job.summary()["ranks"][0]["memory_bytes"]["parameters"]
-print(f"gradients: {parameters / 2**20:.2f} MiB; one all-reduce between two ranks sends as much per rank")
+import slow_training as script
+
+gradients = sum(parameter.nbytes for parameter in script.Model().parameters())
+print(f"gradients: {gradients / 2**20:.2f} MiB; one all-reduce between two ranks sends as much per rank")
 job.ledger()
 
 # %% [markdown]
@@ -89,8 +91,6 @@ job.ledger()
 # them here, without torchrun. **Predict** how many operators it takes to load one micro-batch: 4 samples of 257 bytes.
 
 # %%
-import slow_training as script
-
 training = script.Training(inspect.getsource(inspect).encode(), script.Model().state_dict())
 os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler, when it is first used, shall not report that it starts
 with profile(activities=[ProfilerActivity.CPU]) as loading:
