@@ -28,7 +28,6 @@ import inspect
 import os
 from pathlib import Path
 
-os.environ["KINETO_LOG_LEVEL"] = "6"  # otherwise torch's profiler reports that it starts and stops
 from torch.profiler import ProfilerActivity, profile
 
 from labkit import check, explain, guess, run, starter
@@ -58,9 +57,9 @@ job.figure("phases")
 # %% [markdown]
 # <details class="answer"><summary>What the phases say, and what they do not</summary>
 #
-# *Other* is large: time in which the script does something that is neither forward, backward nor the optimizer. A
-# `DataLoader` would show up as *data*, but this script loads by itself, and it communicates by itself as well. So the
-# phases narrow the search to a part of the step, and no further.
+# Two parts should be small and are not: *communication*, during which nothing computes, and *other*, which is none of
+# the named phases. A `DataLoader` would show up as *data*, but this script loads by itself.
+# Forward and backward are the largest part, and look innocent: a phase says how long, not how long it should take.
 #
 # </details>
 #
@@ -70,8 +69,10 @@ job.figure("phases")
 # ([lab 01](01_collectives.py)). **Predict** the number of calls per step that a good script needs.
 
 # %%
-parameters = job.summary()["ranks"][0]["memory_bytes"]["parameters"]
-print(f"gradients: {parameters / 2**20:.2f} MiB; one all-reduce between two ranks sends as much per rank")
+import slow_training as script
+
+gradients = sum(parameter.nbytes for parameter in script.Model().parameters())
+print(f"gradients: {gradients / 2**20:.2f} MiB; one all-reduce between two ranks sends as much per rank")
 job.ledger()
 
 # %% [markdown]
@@ -90,11 +91,11 @@ job.ledger()
 # them here, without torchrun. **Predict** how many operators it takes to load one micro-batch: 4 samples of 257 bytes.
 
 # %%
-import slow_training as script
-
 training = script.Training(inspect.getsource(inspect).encode(), script.Model().state_dict())
+os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler, when it is first used, shall not report that it starts
 with profile(activities=[ProfilerActivity.CPU]) as loading:
     inputs, targets = training.load([0, 300, 600, 900])
+del os.environ["KINETO_LOG_LEVEL"]  # or later runs would start in another environment
 print(loading.key_averages().table(sort_by="self_cpu_time_total", row_limit=6, max_name_column_width=30))
 
 # %% [markdown]
@@ -150,8 +151,8 @@ job.figure("timeline")
 # %% [markdown]
 # To zoom into single operators, write the profile as a file and open it in [Perfetto](https://ui.perfetto.dev), which
 # runs in the browser and uploads nothing: `W` and `S` zoom, `A` and `D` move, a click names an operator. Read it from
-# top to bottom: a row is a thread or a stream, and what lies below a bar was called by it. `job.export("perfetto")` writes the
-# steps of all ranks in the same format. `explain` reads what torch's profiler wrote, from any job on any machine:
+# top to bottom: a row is a thread or a stream, and what lies below a bar was called by it. `job.export("perfetto")`
+# writes the steps of all ranks in the same format. `explain` reads what torch's profiler wrote, from any job on any machine:
 
 # %%
 computing.export_chrome_trace("computing.json")
