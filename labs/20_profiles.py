@@ -152,7 +152,8 @@ job.figure("timeline")
 # To zoom into single operators, write the profile as a file and open it in [Perfetto](https://ui.perfetto.dev), which
 # runs in the browser and uploads nothing: `W` and `S` zoom, `A` and `D` move, a click names an operator. Read it from
 # top to bottom: a row is a thread or a stream, and what lies below a bar was called by it. `job.export("perfetto")`
-# writes the steps of all ranks in the same format. `explain` reads what torch's profiler wrote, from any job on any machine:
+# writes the steps of all ranks in the same format. `explain` reads what torch's profiler wrote, from any job on any
+# machine:
 
 # %%
 computing.export_chrome_trace("computing.json")
