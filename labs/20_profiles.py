@@ -41,8 +41,8 @@ print(slow, "is next to this notebook:", len(slow.read_text().splitlines()), "li
 # micro-batches per rank, whose gradients add up to one update.
 #
 # **Predict**, before you run it: which part of a step takes longest? Loading, forward, backward, communication, or the
-# optimizer? Write down an order. Most people who guess at this point are wrong, which is why the first rule of
-# performance work is: *measure, then change*.
+# optimizer? Write down an order, and compare it with the run: the first rule of performance work is *measure,
+# then change*.
 #
 # ## 1. Phases: where to look
 
