@@ -317,7 +317,7 @@ print(f"algorithm bandwidth {algorithm / 1e6:,.0f} MB/s    bus bandwidth {fracti
 # that a rank sends: it can be compared with the speed of the link, for any number of ranks.
 
 # %% [markdown]
-# **Predict:** according to the model, from which size on does a message take twice as long as the shortest one? Will
+# **Predict:** according to the model, at which size does a message take twice as long as the shortest one? Will
 # the other six points lie on the curve?
 
 # %%

@@ -291,7 +291,7 @@ my_guess
 # the machine. On GPUs with a fast interconnect and large layers, the all-gathers overlap with computation and cost
 # little.
 #
-# FSDP can also make a step faster: each rank updates only its shard, so the optimizer step is n times as short. And
+# FSDP can also make a step faster: each rank updates only its shard, so the optimizer step takes 1/n of the time. And
 # with bf16 parameters and gradients it sends fewer bytes than DDP under autocast, which sends 32-bit gradients (lab
 # 04).
 #

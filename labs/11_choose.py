@@ -225,7 +225,7 @@ pictures.atlas()
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
-# On 64 GPUs and more, the best layout of a model is ten to several hundred times as fast as the worst one that runs:
+# On 64 GPUs and more, the best and the worst layout of a model that run are a factor of ten to several hundred apart:
 # the layout decides more than the hardware. About half of the runs failed. Those are not accidents: somebody tried
 # every layout of three models, and most of the failures are on the right of the dotted line, where the formulas need
 # more memory than a GPU has. The others crashed for reasons that a formula does not know.

@@ -53,7 +53,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 #
 # </details>
 #
-# Autograd does not differentiate `dist.all_reduce`. A class with a forward and a backward of its own does it:
+# Autograd does not differentiate `dist.all_reduce`. A class with its own forward and backward does it:
 # `torch.autograd.Function`. (An identity that sends gradients twice as large is the usual first mistake. Why?)
 #
 # `ParallelMLP(w1, b1, w2, b2)` gets the whole tensors, equal on all ranks, and stores 1/n of `w1`, `b1` and `w2` as
@@ -126,7 +126,7 @@ check("build_model_parallel.sequence", SequenceParallelMLP)
 
 # %% tags=["exercise"]
 def cross_entropy(logits, targets):
-    # returns the mean loss; with a backward of its own
+    # returns the mean loss; with its own backward
     ...
 
 
@@ -194,7 +194,7 @@ check("build_model_parallel.four_stages", one_f_one_b)
 
 # %% tags=["exercise"]
 def ring_attention(q, k, v):
-    # returns (heads, positions / n, dimension); with a backward of its own
+    # returns (heads, positions / n, dimension); with its own backward
     ...
 
 

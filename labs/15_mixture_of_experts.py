@@ -50,7 +50,7 @@ excerpt(alone, "Mixture")
 # for *E* experts, *k* of them per token, and a capacity factor *f*. A token that finds no free slot is **dropped**:
 # it keeps the residual connection only. Slots that stay empty are computed, too.
 #
-# **Predict:** *T* = 128, *E* = 8, *k* = 2, *f* = 1.25. How many slots has an expert? If one expert is everybody's first
+# **Predict:** *T* = 128, *E* = 8, *k* = 2, *f* = 1.25. How many slots does an expert have? If one expert is everybody's first
 # choice, how many of the 128 first choices are dropped?
 #
 # <details class="answer"><summary>Answer</summary>
@@ -69,7 +69,7 @@ excerpt(alone, "Mixture")
 excerpt(alone, "loss_of", "report")
 
 # %% [markdown]
-# **Predict:** after 24 steps *without* this loss, how many times as often as the mean is the busiest expert chosen?
+# **Predict:** after 24 steps *without* this loss, by what factor is the busiest expert chosen more often than the mean?
 
 # %%
 unbalanced = run(Spec(**alone.to_json() | {"options": {"balance": 0.0}})).wait()

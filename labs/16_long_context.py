@@ -34,7 +34,7 @@ SMALL = {"workload": "gpt", "samples": 64, "batch_size": 4, "steps": 6, "precisi
 # ## Who has more to do?
 #
 # Causal attention of position *t* looks at *t* + 1 keys. Four ranks get a quarter of the sequence each, in order.
-# **Predict:** how many times as much attention does the last rank compute as the first?
+# **Predict:** by what factor does the last rank compute more attention than the first?
 
 
 # %%

@@ -72,7 +72,7 @@ print(f"counted: {counted['model_flops'] / 1e9:.3f} GFLOP for the model, {execut
 # that moves *B* bytes takes at least max(F / peak, B / bandwidth). Its **arithmetic intensity** F/B says which.
 #
 # The next cell times the sum of two matrices of 4096 × 4096, and products of one with *k* columns, on one core or one
-# GPU. **Predict:** from how many columns on is a product as fast as the peak?
+# GPU. **Predict:** how many columns does a product need to reach the peak?
 
 
 # %%

@@ -49,7 +49,7 @@ from labkit import advise, atlas, check, on_trial, pictures
 # A **domain** of NVLink is where it reaches: eight GPUs of one node up to Hopper, and the 72 GPUs of a whole rack,
 # which are 18 nodes, in a GB200 NVL72 (Blackwell). "Within a node" and "over NVLink" are no longer the same.
 #
-# **Predict:** how many times as fast as InfiniBand NDR is NVLink 4, per GPU and direction? (`nvidia-smi topo -m` prints
+# **Predict:** by what factor is NVLink 4 faster than InfiniBand NDR, per GPU and direction? (`nvidia-smi topo -m` prints
 # what connects your own GPUs.) Hover over a bar for its source.
 
 # %%
@@ -275,8 +275,8 @@ def bus_bandwidth(size, seconds, ranks): ...
 check("clusters.bus", bus_bandwidth)
 
 # %% [markdown]
-# **2.** GPUs that reach 400 TFLOP/s, bf16 gradients, a bus bandwidth of 100 GB/s: from how many tokens per GPU on can
-# backward hide the all-reduce of DDP?
+# **2.** GPUs that reach 400 TFLOP/s, bf16 gradients, a bus bandwidth of 100 GB/s: how many tokens does each GPU need so
+# that backward can hide the all-reduce of DDP?
 
 # %% tags=["exercise"]
 tokens_per_gpu = ...
