@@ -50,8 +50,8 @@ excerpt(alone, "Mixture")
 # for *E* experts, *k* of them per token, and a capacity factor *f*. A token that finds no free slot is **dropped**:
 # it keeps the residual connection only. Slots that stay empty are computed, too.
 #
-# **Predict:** *T* = 128, *E* = 8, *k* = 2, *f* = 1.25. How many slots does an expert have? If one expert is everybody's first
-# choice, how many of the 128 first choices are dropped?
+# **Predict:** *T* = 128, *E* = 8, *k* = 2, *f* = 1.25. How many slots does an expert have? If one expert is
+# everybody's first choice, how many of the 128 first choices are dropped?
 #
 # <details class="answer"><summary>Answer</summary>
 #

@@ -49,8 +49,8 @@ from labkit import advise, atlas, check, on_trial, pictures
 # A **domain** of NVLink is where it reaches: eight GPUs of one node up to Hopper, and the 72 GPUs of a whole rack,
 # which are 18 nodes, in a GB200 NVL72 (Blackwell). "Within a node" and "over NVLink" are no longer the same.
 #
-# **Predict:** by what factor is NVLink 4 faster than InfiniBand NDR, per GPU and direction? (`nvidia-smi topo -m` prints
-# what connects your own GPUs.) Hover over a bar for its source.
+# **Predict:** by what factor is NVLink 4 faster than InfiniBand NDR, per GPU and direction? (`nvidia-smi topo -m`
+# prints what connects your own GPUs.) Hover over a bar for its source.
 
 # %%
 pictures.links.bandwidths()
