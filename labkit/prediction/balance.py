@@ -1,4 +1,4 @@
-"""Communication against computation in the MLP of one layer: from how many tokens per device on a layout is bound by
+"""Communication against computation in the MLP of one layer: the tokens per device at which a layout becomes bound by
 computation (modelled).
 
 Forward only, in bf16, for an MLP of two matrices, width × inner and inner × width; backward has twice of both. The
