@@ -173,6 +173,6 @@ EXERCISES = {
         _plan,
         "The names and the dimension of the positions differ between learners; the verdict on an empty answer has"
         f" them.\n\n{solution('plan', 'parallelize')}",
-        _task,
+        task=_task,
     ),
 }
