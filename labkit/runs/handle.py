@@ -203,6 +203,7 @@ def located(spec: Spec) -> Spec:
 # ---- the Python API of runs
 
 
+AFTER = "labkit after a run"  # the thread that then starts a warm server
 _POLL_INTERVAL = 0.5  # seconds between two checks of a run's state
 _FOR_EXPORTS = 120.0  # seconds that `wait` waits for exports after the end of a run
 
@@ -222,8 +223,8 @@ def run(
     fields, such as `nproc=2`, `steps=100`, or `args=[...]` for your own script; with `as_module=True`, `what` is the
     name of a module. The run ends with this process, unless it is `detached`. `stdin` is a file descriptor that all
     ranks inherit as their standard input, as under torchrun (default: empty input). The first run of a session starts
-    cold; then a warm server is started, which forks the ranks of later runs. A `cold` run is always started by
-    torchrun. What was predicted with `guess("peak_mb", 40)` is stored with the run. `export` names tools, such as
+    cold; when it is over, a warm server is started, which forks the ranks of later runs. A `cold` run is always started
+    by torchrun. What was predicted with `guess("peak_mb", 40)` is stored with the run. `export` names tools, such as
     `tensorboard`, to which the run is exported while it is under way (see `Run.export` and `Run.exports`). Raises
     `SpecError` before anything is created, and `LaunchError` if the run cannot be started.
     """
@@ -270,17 +271,16 @@ def start(spec: Spec, *, guesses: Sequence[Guess] | None = None, **options: Any)
 
 
 def prepare_after(job: Job) -> None:
-    """Starts a warm server for later runs after the ranks of this run have started, because importing torch would slow
-    them down."""
+    """Starts a warm server for later runs when this run is over, because importing torch would slow its steps down."""
 
     environment = standing_environment()  # now: the program may change its environment while the run starts
 
     def prepare_then() -> None:
-        while job.state == "starting":
+        while job.state not in OVER:
             time.sleep(_POLL_INTERVAL)
         prepare(environment)
 
-    threading.Thread(target=prepare_then, daemon=True, name="labkit warm server").start()
+    threading.Thread(target=prepare_then, daemon=True, name=AFTER).start()
 
 
 class Run:

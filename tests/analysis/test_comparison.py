@@ -266,7 +266,7 @@ def test_chosen_recorded_runs_are_compared_and_unreadable_ones_refused(runs):
     )
     tab = tab_of()
     tab._recorded_button.value = True
-    wait_until(lambda: len(tab._list.options) == 3)
+    wait_until(lambda: not tab._list.disabled)
     assert [path for _, path in tab._list.options] == [str(folder.path) for folder in (other, ddp, single)]
     tab._list.value = [str(single.path), str(ddp.path), str(other.path)]
     tab._chosen_button.click()

@@ -217,7 +217,7 @@ def test_a_run_goes_on_when_the_server_that_forked_it_is_killed(place, tmp_path,
 
 def test_a_server_ends_with_all_who_wanted_it(place, patient, monkeypatch):
     # otherwise this process would also request the server, for the run of an earlier test
-    monkeypatch.setattr("labkit.runs.handle.prepare", lambda: None)
+    monkeypatch.setattr("labkit.runs.handle.prepare", lambda environment: None)
     code = (
         "import sys; from labkit.launch.warm import client; client.ANSWER = 60; client.prepare(); print(1, flush=True);"
         " sys.stdin.read()"

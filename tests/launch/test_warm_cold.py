@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from labkit.launch.job import Job
 from labkit.launch.warm import client, fork
 from labkit.launch.warm.client import Cold
 from labkit.plan.spec import Spec
+from labkit.runs import handle
 
 
 @pytest.fixture
@@ -121,6 +123,23 @@ def test_another_version_starts_cold_and_says_so(server, ends, monkeypatch):
     handle = started(ends)
     assert how(handle) == ("cold", "the warm server differs in the version of labkit")
     assert "The run started cold: the warm server differs in the version of labkit." in handle.state.note
+
+
+def test_the_server_is_started_when_the_first_run_is_over(monkeypatch):
+    seen, prepared = [], threading.Event()
+    states = iter(["starting", "running", "running", "finished"])
+
+    class First:
+        @property
+        def state(self):
+            seen.append(next(states))
+            return seen[-1]
+
+    monkeypatch.setattr("labkit.runs.handle._POLL_INTERVAL", 0.0)
+    monkeypatch.setattr("labkit.runs.handle.prepare", lambda environment: prepared.set())
+    handle.prepare_after(First())
+    assert prepared.wait(60)
+    assert seen == ["starting", "running", "running", "finished"]
 
 
 def test_torch_that_changed_on_disk_starts_cold(server, monkeypatch):

@@ -352,6 +352,7 @@ class CompareTab:
     def _disclose(self, change: dict[str, Any]) -> None:
         _unfold(self._popover, change["new"])
         if change["new"]:
+            self._list.disabled = True  # a choice would be lost when the list is filled
             _in_a_thread(self._list_runs)
 
     def _list_runs(self) -> None:
@@ -359,6 +360,7 @@ class CompareTab:
         chosen = self._list.value
         self._list.options = [(label(folder), str(folder.path)) for folder in there]
         self._list.value = [path for path in chosen if path in {value for _, value in self._list.options}]
+        self._list.disabled = False
 
     def _show_chosen(self) -> None:
         """Shows the runs selected in the list, or names those that cannot be read."""
