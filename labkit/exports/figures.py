@@ -103,13 +103,18 @@ OF_RUN = (
     Figure("steps", "steps", "steps that all ranks have finished", lambda summary: summary.steps),
     Figure("loss", "", "loss of the last step, mean over the ranks", lambda summary: summary.loss),
     Figure("accuracy", "", "accuracy that the script logged last", lambda summary: summary.accuracy),
-    Figure("samples_per_second", "samples/s", "samples per second of training", lambda s: s.samples_per_second),
-    Figure("tokens_per_second", "tokens/s", "tokens per second of training", lambda s: s.tokens_per_second),
+    Figure(
+        "samples_per_second", "samples/s", "samples per second of training", lambda summary: summary.samples_per_second
+    ),
+    Figure("tokens_per_second", "tokens/s", "tokens per second of training", lambda summary: summary.tokens_per_second),
     Figure("flops_per_device", "FLOP/s", "model FLOP/s of a device", lambda summary: summary.flops_per_device),
     Figure("mfu", "", "model FLOP/s as a share of the device's peak", lambda summary: summary.mfu),
     Figure("total_seconds", "s", "from the request to the end of the run", lambda summary: summary.seconds.total),
     Figure(
-        "first_step_seconds", "s", "from the request to the end of the first step", lambda s: s.seconds.to_first_step
+        "first_step_seconds",
+        "s",
+        "from the request to the end of the first step",
+        lambda summary: summary.seconds.to_first_step,
     ),
     Figure("restarts", "restarts", "how often torchrun started the ranks again", lambda summary: summary.restarts),
 )
@@ -123,7 +128,7 @@ OF_RANK = (
             f"{phase}_seconds_median",
             "s",
             f"median time of the phase {phase}",
-            lambda r, p=phase: r.phase_seconds.get(p),
+            lambda rank, phase=phase: rank.phase_seconds.get(phase),
         )
         for phase in PHASES
     ),
@@ -223,12 +228,12 @@ class Rows:
     def end(self) -> End:
         """What is known at the end, or now."""
         summary = summarise(self.state, self._folder.name)
-        found = [(figure, None, figure.of(summary)) for figure in OF_RUN]
+        figures = [(figure, None, figure.of(summary)) for figure in OF_RUN]
         for rank in summary.ranks:
-            found += [(figure, rank.rank, figure.of(rank)) for figure in OF_RANK]
+            figures += [(figure, rank.rank, figure.of(rank)) for figure in OF_RANK]
         known = [
             (figure.name, rank, float(value), figure.unit)
-            for figure, rank, value in found
+            for figure, rank, value in figures
             if isinstance(value, (int, float)) and not isinstance(value, bool)
         ]
         return End(self.state, summary, known)

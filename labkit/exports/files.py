@@ -87,15 +87,15 @@ class _Tables:
         self._sinks["summary"].write(end.figures)
         self._sinks["findings"].write(
             (
-                found.name,
-                found.kind,
-                found.title,
-                found.evidence,
-                found.cause,
-                found.fix,
-                " ".join(map(str, found.ranks)),
+                finding.name,
+                finding.kind,
+                finding.title,
+                finding.evidence,
+                finding.cause,
+                finding.fix,
+                " ".join(map(str, finding.ranks)),
             )
-            for found in end.summary.findings
+            for finding in end.summary.findings
         )
         self.close()
 

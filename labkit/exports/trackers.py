@@ -127,9 +127,9 @@ class Trackio:
         self._storage.bulk_alert(
             project=PROJECT,
             run=self._name,
-            titles=[found.title for found in findings],
-            texts=[f"Evidence: {found.evidence}\nCause: {found.cause}\nFix: {found.fix}" for found in findings],
-            levels=["error" if found.kind == "wrong" else "warn" for found in findings],
+            titles=[finding.title for finding in findings],
+            texts=[f"Evidence: {finding.evidence}\nCause: {finding.cause}\nFix: {finding.fix}" for finding in findings],
+            levels=["error" if finding.kind == "wrong" else "warn" for finding in findings],
             steps=[step] * len(findings),
             timestamps=[_iso(t)] * len(findings),
         )
@@ -189,7 +189,7 @@ class Wandb:
         """Adds the summary, and the findings as notes and tags, and ends the run."""
         self._run.summary.update(_summary_series(end))
         self._run.notes = visible(end.notes)
-        self._run.tags = tuple(dict.fromkeys(found.name[:64] for found in end.summary.findings))
+        self._run.tags = tuple(dict.fromkeys(finding.name[:64] for finding in end.summary.findings))
         self._finish(int(end.summary.state != "finished"))
 
     def close(self) -> None:
@@ -260,8 +260,8 @@ class Mlflow:
         t, step = end.state.status.ended or time.time(), _last_step(end)
         self._log([(tag, value, t, step) for tag, value in _summary_series(end).items()])
         self._client.set_tag(self._id, "mlflow.note.content", visible(end.notes))
-        for found in end.summary.findings:
-            self._client.set_tag(self._id, f"finding.{found.name}", visible(found.title))
+        for finding in end.summary.findings:
+            self._client.set_tag(self._id, f"finding.{finding.name}", visible(finding.title))
         state = {"finished": "FINISHED", "stopped": "KILLED"}.get(end.summary.state, "FAILED")
         self._client.set_terminated(self._id, state, int(1000 * t))
 

@@ -13,7 +13,11 @@ They pass the values to `torch.monitor`. If the script runs without the lab, nob
 A framework is imported when its name is first used.
 """
 
+from __future__ import annotations
+
 import importlib
+from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 _HOMES = {
@@ -29,3 +33,22 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def log_metrics(framework: str, values: Mapping[str, Any]) -> None:
+    """Logs the values that are numbers, or tensors and arrays of one number; others, such as texts, are left out. The
+    step is that of the lab: the number of optimizer steps so far."""
+    numbers = {str(name): number for name, value in values.items() if (number := _number(value)) is not None}
+    if numbers:
+        from torch.monitor import Event, log_event
+
+        log_event(Event(framework, datetime.now(), numbers))
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, (bool, str, bytes)):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+        return None

@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate.tracking import GeneralTracker
 
-from labkit.integrations.metrics import log_metrics
+from labkit.integrations import log_metrics
 
 
 class Tracker(GeneralTracker):

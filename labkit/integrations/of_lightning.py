@@ -9,7 +9,7 @@ try:
 except ImportError:  # the package under its older name
     from pytorch_lightning import Callback, LightningModule, Trainer
 
-from labkit.integrations.metrics import log_metrics
+from labkit.integrations import log_metrics
 
 
 class LightningCallback(Callback):

@@ -7,7 +7,7 @@ from typing import Any
 import transformers
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from labkit.integrations.metrics import log_metrics
+from labkit.integrations import log_metrics
 
 
 class TrainerCallback(transformers.TrainerCallback):

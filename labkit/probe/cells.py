@@ -8,7 +8,7 @@ thread answers questions meanwhile: where the rank is, which variables it has.
 | asked (`do`) | answered |
 | --- | --- |
 | `run`: `cell` (its name), `code` | `done`: `seconds`, `peak`, `sent`, `value`, `error`, `reports`, `names`, `calls` |
-| `where` | `cell` and `line`, what it waits in (`call`, `pending`), `cpu` seconds of its thread |
+| `where` | `cell` and `line`, what it waits in (`call`, `pending`), `cpu` seconds of its process |
 | `variables` | `rows`: name, type, shape, dtype, device, bytes of each |
 | `pull`: `name`; `push`: `name`, `tree` | `tree` or `error`, and the bytes of tensors |
 | `interrupt` | nothing: the cell gets KeyboardInterrupt, unless it is in C code |
@@ -247,7 +247,7 @@ class Cells:
         frames = of_script(thread.frame() if thread else frame_of(threading.main_thread()))
         inside = [index for index, frame in enumerate(frames) if frame.filename in self._cells]
         if not self._cell or not inside:
-            return {"cell": "", "line": 0, "call": "", "pending": [], "cpu": None}
+            return {"cell": "", "line": 0, "call": "", "pending": [], "cpu": time.process_time()}
         place = frames[inside[-1]]
         calls = [
             frame.name
@@ -260,7 +260,7 @@ class Cells:
             "line": place.lineno,
             "call": calls[0] if calls else "",
             "pending": pending,
-            "cpu": thread.cpu_seconds() if thread else None,
+            "cpu": time.process_time(),  # of all threads: one of gloo's may be sending
         }
 
     # ---- variables

@@ -20,8 +20,7 @@ from labkit.analysis.summary import summarise
 from labkit.common.arguments import check_choice, check_flag, check_path, check_seconds, check_type, shown
 from labkit.common.text import visible_line
 from labkit.common.units import counted, size
-from labkit.exports.exporting import Live, export
-from labkit.exports.tools import TOOLS, check_tools
+from labkit.exports.exporting import TOOLS, Live, check_tools, export
 from labkit.figures.tables import Findings, Ledger
 from labkit.launch import local
 from labkit.launch.job import Job, ask

@@ -35,6 +35,7 @@ def a_record(rank, **fields):
         ([a_record(0, error="late", at=2.0), a_record(1, error="first", at=1.0)], "rank 1 raised first"),
         ([a_record(0, stuck="waits in recv from rank 1"), None], "hangs: rank 0 waits in recv from rank 1"),
         ([a_record(0, stuck="is"), a_record(1, error="ValueError")], "rank 1 raised ValueError"),
+        ([a_record(0, stuck="waits", at=1.0), a_record(1, error="closed", at=2.0)], "hangs: rank 0 waits$"),
         ([a_record(0, error="late", finished_api="DDP"), None], "rank 0 calls DDP"),
     ],
 )

@@ -20,8 +20,8 @@ from fabricate import FakeRun
 from labkit import Run
 from labkit.cli import parser
 from labkit.exports import exporting
+from labkit.exports.exporting import TOOLS
 from labkit.exports.figures import MEASURED, OF_RANK, OF_RUN, STEPS, TOGETHER, Rows
-from labkit.exports.tools import TOOLS
 from labkit.record.folder import RunFolder
 from labkit.setup.environment import CLONE, has
 
@@ -366,7 +366,7 @@ def test_what_is_at_the_path_stays(diverged, tmp_path, capsys):
 
 def test_unknown_tools_and_missing_packages_are_refused_in_one_sentence(diverged, capsys, monkeypatch):
     assert "must be one of tensorboard" in refusal(capsys, str(diverged.path), "--to", "tensorbord")
-    monkeypatch.setattr("labkit.exports.tools.has", lambda extra: False)
+    monkeypatch.setattr("labkit.exports.exporting.has", lambda extra: False)
     said = refusal(capsys, str(diverged.path), "--to", "csv,wandb")
     assert said.endswith("python3 -m labkit setup --with wandb\n")
     for value in (5, None, [], "", "typo"):

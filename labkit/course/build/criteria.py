@@ -317,13 +317,14 @@ def ended(records: Sequence[Record | None], finished_api: bool = False) -> list[
                 f"rules: the answer on rank {record.rank} {record.forbidden}; compute with tensors, and communicate"
                 " with the functions of torch.distributed"
             )
-    failed = [record for record in known if record.error and not record.stuck]
+    stuck = [record for record in known if record.stuck]
+    gave_up = min((record.at for record in stuck), default=math.inf)  # what is raised later is the lost connection
+    failed = [record for record in known if record.error and not record.stuck and record.at <= gave_up]
     if failed:
         first = min(failed, key=lambda record: record.at)
         raise Wrong(f"the answer must run: rank {first.rank} raised {first.error}")
-    stuck = [record for record in known if record.stuck]
     if stuck:
-        others = [f"rank {record.rank} has returned" for record in known if not record.stuck]
+        others = [f"rank {record.rank} has returned" for record in known if not record.stuck and not record.error]
         waits = [f"rank {record.rank} {record.stuck}" for record in stuck]
         raise Wrong(f"the answer hangs: {'; '.join(waits + others)}")
     missing = [rank for rank, record in enumerate(records) if record is None]

@@ -25,6 +25,8 @@ from IPython.display import display
 from labkit.common.arguments import shown
 from labkit.common.text import escape, visible
 from labkit.common.units import size
+from labkit.figures.prediction import table_html
+from labkit.figures.tables import table_text
 from labkit.frontends.magic.cell import KEEP, Cell, CellError, check_body, words_of
 from labkit.frontends.magic.group import Group, Message, RanksGone
 from labkit.frontends.magic.output import (
@@ -88,7 +90,7 @@ class _Rank:
         before, cpu = self.where, where["cpu"]
         calls = bool(where["call"] or where["pending"])
         same = all(before.get(name) == where[name] for name in ("cell", "line", "call", "pending"))
-        rests = cpu is None or before.get("cpu") is None or cpu - before["cpu"] < _STILL * (now - self.asked)
+        rests = cpu - before.get("cpu", cpu) < _STILL * (now - self.asked)
         if not (calls and same and rests):
             self.still = None
         elif self.still is None:
@@ -598,8 +600,8 @@ class _Held:
         if self._variables:
             parts.append((self._COLUMNS, self._variables))
         nothing = "" if self._variables else "no variables yet"
-        page = "".join(_table_html(heads, rows) for heads, rows in parts)
-        text = "\n\n".join(_table_text(heads, rows) for heads, rows in parts)
+        page = "".join(table_html(heads, rows, heads) for heads, rows in parts)
+        text = "\n\n".join(table_text(heads, rows, heads) for heads, rows in parts)
         return {
             "text/html": f'<div class="labkit-ranks"><b>{escape(self._title)}</b>{page}{nothing}</div>',
             "text/plain": visible("\n".join(filter(None, (self._title, text, nothing)))),
@@ -608,22 +610,6 @@ class _Held:
 
 def _size(count: float | None) -> str:
     return "" if count is None else size(count)
-
-
-def _table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(tag: str, cells: Sequence[str]) -> str:
-        inner = "".join(f'<{tag} style="text-align:left">{escape(cell)}</{tag}>' for cell in cells)
-        return f"<tr>{inner}</tr>"
-
-    body = "".join(line("td", row) for row in rows)
-    style = "font-variant-numeric:tabular-nums"
-    return f'<table style="{style}"><thead>{line("th", heads)}</thead><tbody>{body}</tbody></table>'
-
-
-def _table_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [list(heads), *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
 
 
 # ---- completion

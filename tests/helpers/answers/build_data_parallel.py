@@ -140,7 +140,7 @@ WRONG = {
     ),
 }
 MORE = [
-    ("naive", average_forgotten, "losses: in step 1, rank 0 has"),
+    ("naive", average_forgotten, "losses: in step 1, rank"),
     ("naive", gathers_objects, "bytes sent: in step 0, rank 0 sends"),
     ("naive", one_rank_waits, "hangs: rank 0 waits in recv from rank 1 in finish of step 0, at: dist.recv"),
     ("naive", raises, "rank 2 raised KeyError: 'weight' in finish of step 0, at: raise KeyError"),
@@ -152,8 +152,8 @@ MORE = [
     ("zero1", AdamEverywhere, "memory: between two steps, rank 0 has"),
     ("zero1", Redundant, "no finished API: rank 0 calls torch.distributed.optim"),
     ("zero2", mutant(zero, "ZeRO2", ("parameter.grad = None", "pass")), "memory: after backward of step 0, rank 0 has"),
-    ("zero2", mutant(zero, "ZeRO2", ("shard.grad /= dist.get_world_size()", "pass")), "losses: in step 1, rank 0 has"),
-    ("fsdp", SUM, "losses: in step 1, rank 0 has"),
+    ("zero2", mutant(zero, "ZeRO2", ("shard.grad /= dist.get_world_size()", "pass")), "losses: in step 1, rank"),
+    ("fsdp", SUM, "losses: in step 1, rank"),
     ("fsdp", ALL_REDUCES, "bytes sent: in step 0, rank 0 sends"),
     ("fsdp", FullyShards, "no finished API: rank 0 calls torch.distributed."),
 ]

@@ -105,7 +105,7 @@ CHEATS = {  # what is faster because it does not train the same
             ),
             ("        return mean\n", "        self.mean = mean\n        return mean\n"),
         ),
-        "losses: in step 1, rank 0 has",
+        "losses: in step 1, rank",
     ),
     "another rule of learning": (
         changed(FAST, ("MAX_NORM = 0.1, 0.9, 0.5", "MAX_NORM = 0.1, 0.0, 0.5")),

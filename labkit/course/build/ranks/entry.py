@@ -42,12 +42,12 @@ _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt(3)
 # ---- a rank that makes no progress
 
 
-_GRACE = 1.0  # seconds in which the other ranks can say where they wait, before the first one ends
 STUCK = 3  # exit code of a rank that made no progress
 
 
 class Watchdog(threading.Thread):
-    """Calls `report` and exits the process after `patience` seconds without a call of torch, until `stop`."""
+    """Calls `report` after `patience` seconds without a call of torch, until `stop`, and then exits the process: after
+    two more looks, in which the other ranks can say where they wait."""
 
     def __init__(self, recorder: Recorder, patience: float, source: str, report: Callable[[], None]):
         super().__init__(name="labkit watchdog", daemon=True)
@@ -61,13 +61,14 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Checks until `stop` is called."""
         seen, since = self._recorder.calls, time.monotonic()
-        while not self._over.wait(self._patience / 10):
+        every = self._patience / 10
+        while not self._over.wait(every):
             if self._recorder.calls != seen:
                 seen, since = self._recorder.calls, time.monotonic()
             elif time.monotonic() - since > self._patience:
                 self._recorder.record.stuck = self._position()
                 self._report()
-                self._over.wait(_GRACE)
+                self._over.wait(2 * every)
                 os._exit(STUCK)
 
     def _position(self) -> str:
