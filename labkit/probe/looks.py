@@ -50,8 +50,9 @@ from labkit.record import clock
 if TYPE_CHECKING:
     from labkit.probe.steps import StepWatch
 
-_EARLY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+_EARLY = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 _EVERY = 64
+_RAREST = 1 << 16  # steps
 _COST = 0.002  # of the time of training, for looks after the early ones
 _TENSORS, _ELEMENTS = 384, 128
 _GROUPS = 8  # parameter groups of an optimizer whose settings are recorded
@@ -74,7 +75,7 @@ class Looks:
         self._wrappers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._tracked: list[Any] = []
         self._due, self._every = 1, _EVERY
-        self._began = self._spent = 0.0
+        self._began = self._spent = self._spent_before = 0.0
         self._since, self._over, self._ordered = 0, False, False
         self._sent: bool | None = None
         self._unsynchronised = False
@@ -103,6 +104,12 @@ class Looks:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel) and part is not None:
             self._wrappers.add(module)
 
+    def _timed(self, function: Callable[..., Any], *args: Any) -> None:
+        """Calls a part of a look and adds its time to what looks have taken."""
+        began = time.perf_counter()
+        self._guard(function, *args)
+        self._spent += time.perf_counter() - began
+
     # ---- within a step
 
     def order_begins(self) -> None:
@@ -112,32 +119,32 @@ class Looks:
     def forward_begins(self) -> None:
         """A model is called to train: its parameters are those that it starts with, and still sharded."""
         if not self._since:
-            self._guard(self._look_first)
+            self._timed(self._look_first)
         self.samples_are_there()
 
     def samples_are_there(self) -> None:
         """A batch is requested from a loader, or else a model is called with samples: what is drawn from now on is
         drawn for this rank's samples."""
         if self._drawn is None and self.now:
-            self._guard(self._remember_random)
+            self._timed(self._remember_random)
 
     def backward_begins(self, made_by: Edge | None) -> None:
         """Backward begins from a loss that the operation `made_by` computed."""
         if not self._since:  # no forward was seen, such as that of a compiled model
-            self._guard(self._look_first)
+            self._timed(self._look_first)
         if self.now:
-            self._guard(self._look_at_loss, made_by)
+            self._timed(self._look_at_loss, made_by)
 
     def backward_ends(self) -> None:
         """Gradients are as backward, and what the wrapper sends in it, made them."""
         self._unsynchronised = any(not model.require_backward_grad_sync for model in self._wrappers)
         if self.now and not self._watch.memory_is_profiled:
-            self._guard(self._keep_gradients)
+            self._timed(self._keep_gradients)
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients are as the optimizer uses them."""
         if self.now:
-            self._guard(self._look_before, optimizer)
+            self._timed(self._look_before, optimizer)
 
     def _look_first(self) -> None:
         self._began, self._since = time.perf_counter(), clock.SystemMoment.now().ns
@@ -185,31 +192,35 @@ class Looks:
     def step_ends(self, step: int) -> None:
         """A step is over."""
         if self._late:
-            self._guard(self._read, False)
+            self._timed(self._read, False)
         if step >= self._due:
-            self._guard(self._look, step)
+            self._timed(self._look, step)
+            self._due = self._next(step)
         elif self._drawn is not None or self._new_order:
             self._fresh()
 
     def _look(self, step: int) -> None:
-        began = time.perf_counter()
         if not self._profiles():
             self._write(step, self._tensors())
         self._fresh()
-        ended = time.perf_counter()
-        later = [early for early in _EARLY if early > step]
-        if not later:
-            self._spent = ended - began
-            if self._spent > _COST * self._every * (ended - self._began) / step:
-                self._every *= 2
+
+    def _next(self, step: int) -> int:
+        """The step of the next look, so that later ones stay below `_COST`."""
+        spent, self._spent_before = self._spent - self._spent_before, self._spent
+        early = next((early for early in _EARLY if early > step), None)
+        if early is not None:
+            return early
+        per_step = (time.perf_counter() - self._began) / step
+        while spent > _COST * self._every * per_step and self._every < _RAREST:
+            self._every *= 2
         every = max(self._every, self._journal.spaced(_EVERY))
-        self._due = later[0] if later else (step // every + 1) * every
+        return (step // every + 1) * every
 
     def ends(self) -> None:
         """The process groups are about to be destroyed, or the script has ended."""
         if self._since and not self._over:
             self._over = True
-            self._guard(self._look_at_end)
+            self._timed(self._look_at_end)
 
     def _look_at_end(self) -> None:
         self._fresh()
@@ -231,7 +242,13 @@ class Looks:
         weights = [weight for weight in self._weights if weight is not None]
         if step and weights and len(weights) == len(self._weights):
             fields["weight"] = sum(weights) / len(weights)
-        fields |= {"end": end, "group": group, "settings": self._settings(), "calls": _calls() if group else {}}
+        fields |= {
+            "end": end,
+            "spent": self._spent,
+            "group": group,
+            "settings": self._settings(),
+            "calls": _calls() if group else {},
+        }
         sums = self._sums([tensor for *_, tensor in tensors])
         values = [sums, *(clipped or ())]
         if sums is None:
@@ -323,8 +340,8 @@ class Looks:
                 return torch.empty(0, 2, dtype=torch.float64)
             device = next((part.device for part in parts if part.is_cuda), parts[0].device)
             rows = torch.zeros(len(parts), _ELEMENTS, dtype=torch.float64, device=device)
-            for row, part in zip(rows.unbind(), parts):
-                row[: len(part)].copy_(part, non_blocking=True)
+            lengths = [length for part in parts for length in (len(part), _ELEMENTS - len(part))]
+            torch._foreach_copy_(rows.view(-1).split(lengths)[::2], parts, non_blocking=True)
             return torch.stack(((rows * _weights(device)).sum(1), rows.abs().sum(1)), dim=1)
 
     def _settings(self) -> dict[str, float]:
@@ -417,10 +434,10 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(0)
     if mine.is_complex():
         mine = torch.view_as_real(mine)
-    size = mine.numel()
-    if not mine.is_contiguous():
-        mine = mine.as_strided((size,), (1,)) if _is_dense(mine) else mine.flatten()[:_ELEMENTS]
-    return mine.view(-1)[:: max(1, -(-size // _ELEMENTS))]
+    if not mine.is_contiguous() and not _is_dense(mine):
+        mine = mine.flatten()[:_ELEMENTS]
+    every = max(1, math.ceil(mine.numel() / _ELEMENTS))
+    return mine.as_strided((math.ceil(mine.numel() / every),), (every,))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

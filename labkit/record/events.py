@@ -409,11 +409,13 @@ class Look(OfRank, tag_field="kind", tag="look"):
     `unsynchronised`: the last backward before the step ran in DDP's `no_sync`. `order` are the tracked parameters in
     the order in which an optimizer holds them, if it is another one. `used` are the two sums over all gradients as the
     optimizer used them. `calls` is the number of collectives of each group
-    since the group was made, by the group's id."""
+    since the group was made, by the group's id. `spent` is what all looks before this one have taken of the rank's
+    time."""
 
     step: Count
     sums: Annotated[list[tuple[float, float]], Meta(max_length=10_000)]
     end: bool = False
+    spent: Seconds = 0.0
     group: Annotated[int, Meta(ge=0, le=RANKS)] = 0
     settings: Annotated[dict[str, float], Meta(max_length=1_000)] = {}
     unset: Annotated[list[Name], Meta(max_length=100)] = []

@@ -27,7 +27,7 @@ from bench.panel import panel
 from bench.predictions import predictions, ranges
 from bench.responsiveness import burst, clients, importing, latency, long_runs, opening
 from bench.results import Result
-from bench.runs import generated_scripts, one_server, overhead, profiled, scaling, traceml, warm_starts
+from bench.runs import generated_scripts, looks, one_server, overhead, profiled, scaling, traceml, warm_starts
 from labkit.common.arguments import check_choice
 from labkit.common.units import size
 from labkit.frontends.console import Console
@@ -44,6 +44,7 @@ BENCHES: tuple[Callable[..., list[Result]], ...] = (
     long_runs,
     burst,
     overhead,
+    looks,
     warm_starts,
     one_server,
     profiled,

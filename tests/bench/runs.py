@@ -94,6 +94,25 @@ def overhead() -> list[Result]:
     return [*figures, Result("cost of the probe per step", statistics.median(tiny), "µs", "small", tuple(tiny), note)]
 
 
+_LOOKED_AT = (("ddp", "mlp", 400), ("ddp", "cnn", 200), ("ddp", "gpt", 200), ("fsdp2", "gpt", 200))
+
+
+def looks() -> list[Result]:
+    """The share of the time of training that the probe's looks at the model take, on the rank where they take most."""
+    figures = []
+    for strategy, workload, steps in _LOOKED_AT:
+        shares = []
+        for _ in range(_FEW):
+            handle = run(strategy, workload=workload, nproc=2, device="cpu", steps=steps, cold=True).wait()
+            for rank in handle.state.ranks.values():
+                first, last = rank.looks[0], rank.looks[-1]
+                shares.append(100 * last.spent / (last.t - first.t))
+        most = [max(pair) for pair in zip(shares[::2], shares[1::2])]
+        name = f"{strategy}, {workload}: looks / time of training"
+        figures.append(Result(name, statistics.median(most), "%", "≤ 0.5 %", tuple(most), f"2 ranks, {steps} steps"))
+    return figures
+
+
 def _short(strategy: str, workload: str) -> str:
     """A generated script that trains with small batches up to the last measured step, on two CPU ranks."""
     batch = _BATCHES[workload]
