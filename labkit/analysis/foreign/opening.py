@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.analysis.diagnose.finding import shorter
-from labkit.analysis.foreign import flight_recorder, logs, memory_snapshot, profiles, ras
+from labkit.analysis.foreign import debug_server, flight_recorder, logs, memory_snapshot, profiles, ras
 from labkit.analysis.foreign.chrome import Content, read_profile
 from labkit.analysis.foreign.page import ForeignError, Page
 from labkit.common.reading import is_folder, open_regular
@@ -47,6 +47,13 @@ KINDS = (
         rb'nccl_version"\s*:\s*"[^"]{0,40}"\s*,\s*"cuda_runtime_version',
         ras.read_report,
         ras.explain,
+    ),
+    Kind(
+        "dumps of torch's debug server",
+        rb"(?:PARTIAL DATA: [^\n]{0,80}\n(?:  Rank [^\n]{0,500}\n)*\n)?=== Rank \d{1,6}: \S{1,300} ===\r?\n",
+        b"",
+        debug_server.read_dump,
+        debug_server.explain,
     ),
     Kind(
         "traces of torch.profiler",
@@ -136,7 +143,7 @@ def _kind(path: Path) -> Kind:
     for kind in KINDS:
         if kind.magic and re.match(kind.magic, head):
             return kind
-        key = re.search(before + rb"(?:" + kind.key + rb")" + after, head, re.DOTALL)
+        key = kind.key and re.search(before + rb"(?:" + kind.key + rb")" + after, head, re.DOTALL)
         if key and (pickled or head.lstrip().startswith(b"{")):
             keys.append((key.start(), kind))
     if keys:
