@@ -90,8 +90,8 @@ def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: An
 
 
 def explain(*paths: str | os.PathLike[str]) -> Explained:
-    """What files of a job say that ran anywhere: traces of torch's profiler, dumps of its flight recorder, snapshots of
-    CUDA memory, and logs of torchrun, Slurm or Kubernetes, also with NCCL's lines.
+    """What files of a job say that ran anywhere: traces of torch's profiler, dumps of its flight recorder or debug
+    server, snapshots of CUDA memory, reports of NCCL's RAS, and logs of torchrun, Slurm or Kubernetes.
 
     A folder stands for the files in it, and in its folders, that can be explained. Nothing in a file is executed.
     Raises `ForeignError` (a `ValueError`) with one sentence for a file that cannot be read, `TypeError` for a value

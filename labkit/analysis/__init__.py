@@ -19,6 +19,7 @@ outcome in numbers and sentences.
   recognised by their message
 - `analysis/diagnose/hang.py`: runs that make no progress; which rank waits in which collective of which process
   group. `analysis/diagnose/mismatch.py`: collectives that do not match
+- `analysis/diagnose/ras.py`: what NCCL's RAS service says about ranks that wait
 - `analysis/diagnose/training.py`: runs that train something else
 - `analysis/diagnose/speed.py`: runs that are slow or large, and mixtures of experts whose load is uneven
 - `analysis/diagnose/unseen.py`: training that the probe cannot observe
@@ -27,7 +28,7 @@ outcome in numbers and sentences.
 PyTorch otherwise.
 
 `analysis/foreign/` reads files of jobs that ran without the lab (traces of torch's profiler, dumps of its flight
-recorder, memory snapshots, logs) and says what happened there.
+recorder and debug server, memory snapshots, reports of NCCL's RAS, logs) and says what happened there.
 
 `analysis/comparison.py` has the rows of a comparison, live or recorded, for every front end. `plan` in
 `runs/comparing.py` settles all Specs before the first run starts (the same global batch, seed and order of samples;

@@ -133,7 +133,7 @@ def logs(name: _Name = "last", rank: int = 0, stream: Literal["stdout", "stderr"
 
 def explain(paths: list[str]) -> dict[str, Any]:
     """What files of a job say that ran anywhere: logs of torchrun, Slurm or Kubernetes, profiles of torch.profiler,
-    dumps of the flight recorder, or their folder."""
+    dumps of the flight recorder or of torch's debug server, reports of NCCL's RAS, or their folder."""
     return api.explain(*map(Path, paths)).to_json()
 
 

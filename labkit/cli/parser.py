@@ -213,7 +213,8 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         "paths",
         metavar="PATH",
         nargs="+",
-        help="traces of torch.profiler, dumps of the flight recorder, memory snapshots, logs, or their folder",
+        help="traces of torch.profiler, dumps of the flight recorder or of torch's debug server, reports of NCCL's RAS,"
+        " memory snapshots, logs, or their folder",
     )
 
     add_jobs(commands.add, _add_fields, _number)

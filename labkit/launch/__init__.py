@@ -14,6 +14,7 @@ It never imports front ends or torch; only the warm server loads torch.
 - `launch/watchdog.py`: what ends a run whose supervisor was killed: a shell that waits, the program that it then starts
   (in `launch/ending.py`), and the removal of sockets and shared memory
 - `launch/report.py`: ranks that cannot report themselves: stopped, or holding the GIL, or dead
+- `launch/ras.py`: what NCCL's RAS service says about ranks that wait
 - `launch/leases.py`: the queue for GPUs and CPU slots
 
 `launch/slurm.py` is another engine: its launch plan has the same form, and its command is `launch/slurm_agent.py`,

@@ -11,6 +11,7 @@ import sysconfig
 from pathlib import Path
 
 from labkit.common.processes import TAG
+from labkit.launch import ras
 from labkit.plan.fields import SpecError
 from labkit.plan.nodes import Node
 from labkit.plan.spec import Spec
@@ -118,12 +119,13 @@ def standing_environment() -> dict[str, str]:
 
 
 def _environment(spec: Spec, folder: RunFolder, node: Node | None) -> dict[str, str]:
+    common = probe_environment(spec, folder) | (ras.environment() if spec.device == "cuda" else {})
     if node is not None:
-        added = probe_environment(spec, folder) | {"LABKIT_LOGS": str(folder.logs)}
+        added = common | {"LABKIT_LOGS": str(folder.logs)}
         # by default gloo looks up the name of its host, which on many machines is an address that only they reach
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(_address(node))
         return added | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
-    return probe_environment(spec, folder) | {"LABKIT_LOOPBACK": "1", **LOOPBACK}
+    return common | {"LABKIT_LOOPBACK": "1", **LOOPBACK}
 
 
 def _priority(spec: Spec, below_page: bool) -> dict[str, str]:

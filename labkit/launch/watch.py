@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import psutil
 from msgspec.structs import replace
 
 from labkit.common.processes import TAG, here, identity, is_stopped, members, reap, send
-from labkit.launch import local
+from labkit.launch import local, ras
 from labkit.launch.ending import DISK_FULL, conclude, make_room
 from labkit.launch.report import Silence, failures, last_line, signal_name, unanswered
 from labkit.launch.watchdog import end_all
@@ -140,6 +141,7 @@ class Sampler(threading.Thread):
     def __init__(self, folder: RunFolder, pids: dict[int, int], patience: float):
         super().__init__(name="system", daemon=True)
         self.disk_full = False  # whether any sample found the disk full
+        self._notes: SimpleQueue[tuple[str, dict[str, Any]]] = SimpleQueue()
         self._folder = folder
         self._pids, self._patience = pids, patience
         self._over = threading.Event()
@@ -156,6 +158,9 @@ class Sampler(threading.Thread):
             try:
                 writer.write("system", cpu_percent=round(psutil.cpu_percent() * cores, 1), **sample)
                 silence.look()
+                while not self._notes.empty():
+                    kind, fields = self._notes.get()
+                    writer.write(kind, **fields)
                 self.disk_full |= not _has_room(self._folder.system)
             except FileNotFoundError:
                 break  # the folder was deleted or moved, which stops the run
@@ -164,6 +169,10 @@ class Sampler(threading.Thread):
                     raise
                 self.disk_full = True
         writer.close()
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Writes an event with the next sample; for other threads."""
+        self._notes.put((kind, fields))
 
     def stop(self) -> None:
         """Stops sampling; returns when the last sample is written, or after one second if a driver does not respond."""
@@ -284,6 +293,7 @@ class Watch:
         self._engine, self._endpoint = plan.engine, plan.endpoint
         self._sampler = Sampler(folder, self._pids, float(plan.env.get("LABKIT_HANG_AFTER", "30")))
         self._killed_before = out_of_memory_kills()
+        self._witness = ras.Witness(folder, plan.env.get(ras.ADDRESS), self._sampler.note)
         self._status = Status(
             "starting",
             v=1,
@@ -343,9 +353,11 @@ class Watch:
         return None
 
     def _follow(self) -> None:
-        """Folds new events of the ranks incrementally, so that little is left at the end; records the ranks' pids."""
+        """Folds new events of the ranks incrementally, so that little is left at the end; records the ranks' pids, and
+        asks NCCL's RAS service if ranks wait."""
         self._read()
         state = self._follower.state
+        self._witness.look(state)
         pids = {number: rank.pid for number, rank in sorted(state.ranks.items()) if rank.pid}
         restarts = max((rank.attempt for rank in state.ranks.values()), default=0)
         if pids != self._pids or restarts != self._status.restarts:

@@ -201,6 +201,46 @@ class Heard(OfRank, tag_field="kind", tag="heard"):
     """A silent rank reports itself again."""
 
 
+class RasRank(Recorded):
+    """A rank of a communicator as RAS knows it, with what it says about it (`dead`, `unresponsive`, an error)."""
+
+    rank: Count
+    says: Name
+    pid: Pid | None = None
+    host: Name = ""
+    gpu: Name = ""
+
+
+class RasAlike(Recorded):
+    """Ranks of a communicator with the same `value` of `what`: the name of a collective and how often they launched it,
+    or `status`. There are `count` of them, of which the text format does not name all."""
+
+    what: Name
+    value: Name
+    count: Count
+    ranks: Annotated[list[Count], Meta(max_length=RANKS)] = []
+
+
+class Communicator(Recorded):
+    """What RAS says about a communicator of NCCL. `missing` ranks did not answer, `failed` ones report an error, and
+    `differ` has what is not equal on all ranks. Ranks are those of the communicator, unless `of_run` is true."""
+
+    name: Name
+    size: Count
+    missing: Annotated[list[RasRank], Meta(max_length=RANKS)] = []
+    failed: Annotated[list[RasRank], Meta(max_length=RANKS)] = []
+    differ: Annotated[list[RasAlike], Meta(max_length=RANKS)] = []
+    of_run: bool = False
+
+
+class Ras(Envelope, tag_field="kind", tag="ras"):
+    """What NCCL's RAS service answered the supervisor while ranks waited: the `communicators` about which there is
+    something to say. `saved` is the file in the run folder that has the whole answer."""
+
+    saved: Name
+    communicators: Annotated[list[Communicator], Meta(max_length=64)]
+
+
 class Dropped(OfRank, tag_field="kind", tag="dropped"):
     """How many events could not be written before this one, because the disk was full."""
 
@@ -688,6 +728,7 @@ Event: TypeAlias = (
     | GoingOn
     | Silent
     | Heard
+    | Ras
     | Dropped
     | Activity
     | Checkpoint

@@ -259,6 +259,10 @@ class RunFolder:
         """The output of faulthandler in one rank."""
         return self.path / "stacks" / f"rank{rank}.crash.txt"
 
+    def ras(self, suffix: str) -> Path:
+        """The last answer of NCCL's RAS service while ranks waited, `.json` or `.txt`."""
+        return self.path / f"nccl_ras{suffix}"
+
     def event_files(self) -> dict[int, Path]:
         """The event files there are, by rank."""
         found = {}

@@ -86,7 +86,7 @@ def elapsed(start: float | None, end: float | None) -> float | None:
 class RunState:
     """The state of a run: its Spec, status and prediction, ranks, metrics, reports and samples. `guess` has what the
     learner predicted, by figure; `queue` the state of the scheduler's job; `nodes` when nodes met and were cut off;
-    `broken` counts unusable lines.
+    `ras` is the newest answer of NCCL's RAS service; `broken` counts unusable lines.
     """
 
     def __init__(self) -> None:
@@ -99,6 +99,7 @@ class RunState:
         self.reports: dict[int, dict[str, Value]] = {}
         self.system = System()
         self.queue: events.Queue | None = None
+        self.ras: events.Ras | None = None
         self.nodes: deque[events.Hosts | events.CutOff] = deque(maxlen=_SEEN)
         self.broken = 0
         self.unwatched: list[events.ProbeError] = []
@@ -230,6 +231,9 @@ class RunState:
 
     def _on_heard(self, event: events.Heard) -> None:
         self._rank(event).silent = None
+
+    def _on_ras(self, event: events.Ras) -> None:
+        self.ras = event
 
     def _on_saw(self, event: events.Seen) -> None:
         saw = self._rank(event).saw
@@ -491,6 +495,7 @@ _HANDLERS: dict[type, Callable[[RunState, Any], None]] = {
     events.GoingOn: RunState._on_going_on,
     events.Silent: RunState._on_silent,
     events.Heard: RunState._on_heard,
+    events.Ras: RunState._on_ras,
     events.Activity: RunState._on_activity,
     events.Metric: RunState._on_metric,
     events.Report: RunState._on_report,

@@ -223,6 +223,17 @@ def test_a_rank_that_is_stopped_is_named():
     assert "rank 1: stopped, last seen at train.py:30 in load, 4 steps done (process 101: stopped)" in found.evidence
 
 
+@pytest.mark.parametrize(("t", "told"), [(142.0, True), (99.0, False)])
+def test_what_nccl_says_is_told_if_it_was_asked_since_the_ranks_wait(t, told):
+    behind = [
+        {"what": "AllReduce", "value": value, "count": 1, "ranks": [rank]} for rank, value in ((1, "9"), (0, "10"))
+    ]
+    about = {"name": "0xae", "size": 2, "differ": behind, "of_run": True}
+    answer = {"kind": "ras", "t": t, "saved": "nccl_ras.json", "communicators": [about]}
+    evidence = first(fold(spec(), start(0, 1), mute(1), waiting(0, op(), at=(88, "step")), answer), "hang").evidence
+    assert evidence.endswith("; NCCL RAS: rank 1 has launched 9 AllReduce, rank 0 10") is told
+
+
 def test_a_rank_that_is_stopped_is_named_in_a_pipeline_too():
     found = first(fold(spec(), start(0, 1), mute(1, "tracing-stop"), waiting(0, at=(101, "pipeline"))), "hang")
     assert found.title.endswith("; rank 0 waits (train.py:101 in pipeline)") and found.title.startswith(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from labkit.analysis.diagnose.finding import Finding
 from labkit.analysis.diagnose.looks import surplus_calls
+from labkit.analysis.diagnose.ras import answer_in_words
 from labkit.common.units import ranks_in_words
 from labkit.record.events import CutOff, Error
 from labkit.record.ranks import PEER_GONE
@@ -453,7 +454,15 @@ def hang(state: RunState) -> Iterator[Finding]:
         return
     found = _silent(state) or _parted(state) or _crossed(state) or _unanswered(state) or _waits(state)
     if found is not None:
-        yield _with_earlier_cause(state, found)
+        yield _with_ras(state, _with_earlier_cause(state, found))
+
+
+def _with_ras(state: RunState, found: Finding) -> Finding:
+    """The finding with what NCCL's RAS service said since the ranks wait."""
+    waits: list[Waiting | Silent] = [*waiting(state).values(), *silent(state).values()]
+    since = min((event.since for event in waits), default=0.0)
+    said = answer_in_words(state.ras) if state.ras is not None and state.ras.t >= since else ""
+    return replace(found, evidence=f"{found.evidence}; {said}") if said else found
 
 
 def _with_earlier_cause(state: RunState, found: Finding) -> Finding:

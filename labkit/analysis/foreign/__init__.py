@@ -3,8 +3,9 @@
 `opening.py` recognises a file by its content and joins the files of the ranks. `chrome.py` reads a trace of torch's
 profiler as a stream, `profiles.py` says where the time of its ranks went, and `critical_path.py` what a step would take
 without a part of it. `flight_recorder.py` reads the dumps that torch writes after a timeout, and says which rank is
-missing in which collective. `memory_events.py` reads snapshots of CUDA memory, `memory_replay.py` follows their events
-to the peak, and `memory_snapshot.py` says what holds the memory, what grows and how fragmented it is. `logs.py` reads
+missing in which collective; `debug_server.py` reads the stacks of torch's debug server, and `ras.py` reports of NCCL's
+RAS service. `memory_events.py` reads snapshots of CUDA memory, `memory_replay.py` follows their events to the peak, and
+`memory_snapshot.py` says what holds the memory, what grows and how fragmented it is. `logs.py` reads
 what ranks, torchrun, Slurm and Kubernetes wrote, and `nccl.py` the lines of NCCL among it. `page.py` has what each of
 them returns: findings, tables and sentences, for every front end.
 

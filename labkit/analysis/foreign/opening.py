@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.analysis.diagnose.finding import shorter
-from labkit.analysis.foreign import flight_recorder, logs, memory_snapshot, profiles
+from labkit.analysis.foreign import debug_server, flight_recorder, logs, memory_snapshot, profiles, ras
 from labkit.analysis.foreign.chrome import Content, read_profile
 from labkit.analysis.foreign.page import ForeignError, Page
 from labkit.common.reading import is_folder, open_regular
@@ -23,8 +23,8 @@ _DEEPEST = 6  # folders within a folder: torchrun writes <run>/attempt_0/<local 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of files: bytes that its files begin with, a key that their JSON or pickle has near its beginning, how
-    to read one, and how to explain all of them. Text that is of no other kind is a log."""
+    """One kind of files: a pattern that its files begin with, a key that their JSON or pickle has near its beginning,
+    how to read one, and how to explain all of them. Text that is of no other kind is a log."""
 
     name: str
     magic: bytes
@@ -42,8 +42,22 @@ FLIGHT_RECORDER = Kind(
 )
 KINDS = (
     Kind(
+        "reports of NCCL's RAS",
+        rb"(?:(?:SERVER PROTOCOL|OK|ERROR)[^\n]{0,80}\n){0,4}NCCL version \S{1,40} compiled with",
+        rb'nccl_version"\s*:\s*"[^"]{0,40}"\s*,\s*"cuda_runtime_version',
+        ras.read_report,
+        ras.explain,
+    ),
+    Kind(
+        "dumps of torch's debug server",
+        rb"(?:PARTIAL DATA: [^\n]{0,80}\n(?:  Rank [^\n]{0,500}\n)*\n)?=== Rank \d{1,6}: \S{1,300} ===\r?\n",
+        b"",
+        debug_server.read_dump,
+        debug_server.explain,
+    ),
+    Kind(
         "traces of torch.profiler",
-        b'{"traceEvents"',
+        rb'\{"traceEvents"',
         rb"traceEvents|deviceProperties|distributedInfo|schemaVersion",
         read_profile,
         profiles.explain,
@@ -127,9 +141,9 @@ def _kind(path: Path) -> Kind:
     before, after = (rb"(?:\x8c.|X.\0\0\0)", rb"") if pickled else (rb'"', rb'"\s*:')  # opcodes of a short text
     keys: list[tuple[int, Kind]] = []
     for kind in KINDS:
-        if kind.magic and head.startswith(kind.magic):
+        if kind.magic and re.match(kind.magic, head):
             return kind
-        key = re.search(before + rb"(?:" + kind.key + rb")" + after, head, re.DOTALL)
+        key = kind.key and re.search(before + rb"(?:" + kind.key + rb")" + after, head, re.DOTALL)
         if key and (pickled or head.lstrip().startswith(b"{")):
             keys.append((key.start(), kind))
     if keys:
