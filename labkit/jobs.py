@@ -414,16 +414,31 @@ _Dumper.add_representer(
 )
 
 
-def trainjob(job: Portable, profile: Profile) -> str:
-    """A TrainJob of Kubeflow Trainer (trainer.kubeflow.org/v1alpha1) for the runtime `torch-distributed`, which tells
-    torchrun nodes and ranks by its environment. The files of the job are part of its command. Raises `SpecError` if
-    they are too large."""
-    commands = ["set -e", *_prepared(job, profile)]
-    commands.append(shlex.join(["torchrun", f"--max-restarts={job.max_restarts}", *job.target]))
+RUNTIME = "torch-distributed"  # of Kubeflow Trainer: it tells torchrun nodes and their numbers by its environment
+
+
+def trainjob_command(job: Portable, profile: Profile) -> list[str]:
+    """The command of each node of a TrainJob, with the files of the job. torchrun names the local rank in front of each
+    line, because a pod has one output for all of its ranks. Raises `SpecError` if the files are too large."""
+    commands = [
+        "set -e",
+        "export PYTHONUNBUFFERED=1  # so that a line is seen when it is printed",
+        *_prepared(job, profile),
+        shlex.join(["torchrun", "--tee=3", *_ranks(job), *job.target]),
+    ]
     text = re.sub(r"\$(?=[$(])", "$$", "\n".join(commands) + "\n")  # Kubernetes replaces $(NAME), and $$ by $
     if len(text.encode()) > _LARGEST_TRAINJOB:
         raise SpecError("script", f"the files of {job.name} are too large for a TrainJob; pack fewer modules")
-    trainer: dict[str, Any] = {"numNodes": job.nodes, "numProcPerNode": job.per_node, "command": ["bash", "-c", text]}
+    return ["bash", "-c", text]
+
+
+def trainjob(job: Portable, profile: Profile) -> str:
+    """A TrainJob of Kubeflow Trainer (trainer.kubeflow.org/v1alpha1). Raises `SpecError` as `trainjob_command`."""
+    trainer: dict[str, Any] = {
+        "numNodes": job.nodes,
+        "numProcPerNode": job.per_node,
+        "command": trainjob_command(job, profile),
+    }
     if profile.container:
         trainer["image"] = profile.container
     if job.device == "cuda":
@@ -432,8 +447,8 @@ def trainjob(job: Portable, profile: Profile) -> str:
         {
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
             "kind": "TrainJob",
-            "metadata": {"name": _label(job.name)},
-            "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer},
+            "metadata": {"name": label(job.name)},
+            "spec": {"runtimeRef": {"name": RUNTIME}, "trainer": trainer},
         }
     )
 
@@ -454,7 +469,7 @@ def skypilot(job: Portable, profile: Profile) -> str:
     ]
     return _dumped(
         {
-            "name": _label(job.name),
+            "name": label(job.name),
             "num_nodes": job.nodes,
             "resources": resources,
             "setup": "\n".join(_prepared(job, profile)) + "\n",
@@ -478,7 +493,7 @@ def _prepared(job: Portable, profile: Profile) -> list[str]:
     return [*lines, f"pip install -r {REQUIREMENTS}"]
 
 
-def _label(name: str) -> str:
+def label(name: str) -> str:
     """A name as Kubernetes accepts it: at most 63 lower-case letters, digits and hyphens, a letter first."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:56].strip("-")
     return label if label[:1].isalpha() else f"job-{label}".strip("-")

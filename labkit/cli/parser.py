@@ -39,16 +39,21 @@ def add_jobs(
     _placed(pack, number)
     add_fields(pack)
 
-    submit = add("submit", "submit a run to Slurm, or write the job file of Kubeflow or SkyPilot", json=True)
+    submit = add("submit", "submit a run to Slurm or Kubeflow, or write a job file of Kubeflow or SkyPilot", json=True)
     submit.add_argument("what", metavar="STRATEGY|PATH.py", nargs="?", help="a strategy or your own script")
     submit.add_argument("-m", dest="module", metavar="MODULE", help="submit your own module, like python -m")
     submit.add_argument(
         "--engine",
         metavar="E",
         default="slurm",
-        help="slurm, kubeflow or skypilot; the last two only write a file (default: slurm)",
+        help="slurm, kubeflow or skypilot, which only writes a file (default: slurm)",
     )
-    submit.add_argument("-o", "--output", metavar="FILE.yaml", help="output file (default: NAME-ENGINE.yaml)")
+    submit.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE.yaml",
+        help="write the job file of kubeflow instead, or name that of skypilot (default: NAME-skypilot.yaml)",
+    )
     _placed(submit, number)
     add_fields(submit)
 

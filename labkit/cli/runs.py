@@ -362,7 +362,7 @@ def _detached(name: str, as_json: bool) -> None:
 
 
 def submit(args: argparse.Namespace) -> int:
-    """Submits a run to Slurm, or writes the file of another engine."""
+    """Submits a run to Slurm or Kubeflow, or writes the file of an engine."""
     from labkit.launch.job import LaunchError
     from labkit.runs.gathering import ENGINES, FILES
     from labkit.runs.gathering import submit as submitted
@@ -385,13 +385,15 @@ def submit(args: argparse.Namespace) -> int:
             print(json.dumps({"file": str(found)}))
         else:
             say(f"{found}: nothing was submitted; submit it with: {FILES[args.engine][1]} {found}")
-    elif args.json:
-        print(json.dumps({"run": found.name, "job": found.folder.read_launch().batch_job}))
+        return 0
+    plan = found.folder.read_launch()
+    job = plan.batch_job if plan.trainjob is None else plan.trainjob.name
+    if args.json:
+        print(json.dumps({"run": found.name, "job": job}))
     else:
-        job = found.folder.read_launch().batch_job
         say(
-            f"submitted {found.name} as job {job} of Slurm; watch it with: labkit show {found.name} --follow, cancel it"
-            f" with: labkit stop {found.name}"
+            f"submitted {found.name} as job {job} of {args.engine.title()}; watch it with: labkit show {found.name}"
+            f" --follow, cancel it with: labkit stop {found.name}"
         )
     return 0
 

@@ -48,9 +48,9 @@ def find(name: str) -> RunFolder:
 
 
 def find_followed(name: str) -> RunFolder:
-    """The run called `name` as `find`; a job of Slurm that has lost its supervisor is followed again."""
+    """The run called `name` as `find`; a submitted job that has lost its supervisor is followed again."""
     from labkit.launch.job import LaunchError
-    from labkit.launch.slurm import follow_again
+    from labkit.launch.schedulers import follow_again
 
     folder = find(name)
     try:

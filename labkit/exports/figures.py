@@ -148,6 +148,11 @@ def series(name: str, rank: int | None, together: str = "run") -> str:
     return f"{name}/{together if rank is None else f'rank{rank}'}"
 
 
+def plain_name(logged: str | None) -> str:
+    """The name of a value that the script logged, without what a tool does not allow in names."""
+    return _NOT_IN_NAMES.sub("_", logged or "")[:_LONGEST].strip(". ") or "_"
+
+
 TOGETHER = {figure.name: figure.together for figure in STEPS if figure.together}
 
 
@@ -242,8 +247,7 @@ class Rows:
         """Notes what is not in the columns of steps."""
         if isinstance(event, Metric):
             if isinstance(event.value, (int, float)) and not isinstance(event.value, bool):
-                name = _NOT_IN_NAMES.sub("_", event.name or "")[:_LONGEST].strip(". ") or "_"
-                self._note(event, event.rank, {f"{LOGGED}/{name}": float(event.value)})
+                self._note(event, event.rank, {f"{LOGGED}/{plain_name(event.name)}": float(event.value)})
             return
         values = {figure.name: figure.of(event) for figure in MEASURED.get(type(event), ())}
         known = {name: float(value) for name, value in values.items() if value is not None}

@@ -118,15 +118,15 @@ def main(run_dir: str) -> None:
     """Ends the run of a supervisor that was killed. A job of a scheduler continues without its supervisor."""
     folder = RunFolder(run_dir)
     with folder.closing(), suppress(Unreadable):  # a damaged status is left as it is
-        if _is_batch_job(folder):
+        if _is_scheduled(folder):
             return
         end_processes(folder)
         close(folder, "failed", current(folder).message or _NOT_STARTED)
 
 
-def _is_batch_job(folder: RunFolder) -> bool:
+def _is_scheduled(folder: RunFolder) -> bool:
     with suppress(Unreadable):
-        return folder.read_launch().batch_job is not None
+        return folder.read_launch().is_scheduled
     return False
 
 

@@ -31,9 +31,8 @@ from labkit.common.processes import (
 )
 from labkit.common.text import visible_line
 from labkit.common.units import size
-from labkit.launch import local, report, watchdog
+from labkit.launch import kubeflow_agent, local, report, slurm_agent, watchdog
 from labkit.launch.ending import close, end_processes, reserve
-from labkit.launch.slurm_agent import cancel
 from labkit.launch.warm.client import Cold, Consent, Started, consent, dependence, module_files
 from labkit.plan.script import command, write_script
 from labkit.plan.spec import Spec
@@ -453,8 +452,11 @@ class Job:
 
     def _cancel(self) -> None:
         with suppress(Unreadable):
-            if number := self.folder.read_launch().batch_job:
-                cancel(number, self.folder.batch)
+            plan = self.folder.read_launch()
+            if plan.batch_job is not None:
+                slurm_agent.cancel(plan.batch_job, self.folder.batch)
+            if plan.trainjob is not None:
+                kubeflow_agent.cancel(plan.trainjob, self.folder)
 
     def _end_all(self) -> None:
         self._cancel()

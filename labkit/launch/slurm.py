@@ -10,23 +10,17 @@ import os
 import re
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from msgspec.structs import replace
-
 from labkit.jobs import Launch, Portable, Profile, per_node_of, sbatch
-from labkit.launch.job import Job, LaunchError, start_supervisor
+from labkit.launch.job import Job, LaunchError
 from labkit.launch.local import probe_environment
 from labkit.launch.slurm_agent import asked, cancel, is_batch_file, job_of
-from labkit.launch.warm.client import Cold
 from labkit.plan.spec import Spec
 from labkit.record.documents import LaunchPlan
 from labkit.record.folder import RunFolder
-from labkit.record.state import OVER
-from labkit.record.status import hidden_supervisor, is_here, supervisor_of
 
 ENGINE = "slurm"
 _AGENT = "labkit.launch.slurm_agent"
@@ -80,23 +74,12 @@ def _planned(spec: Spec, folder: RunFolder, nodes: int, profile: Profile, submit
     return _plan(folder, submitted[0], environment)
 
 
-def follow_again(folder: RunFolder) -> None:
-    """Starts a new supervisor for a submitted run that has lost its own, if Slurm knows its job and the batch file of
-    that job is this folder's; otherwise does nothing. Raises `LaunchError` if the supervisor cannot start."""
-    number, status = folder.read_launch().batch_job, folder.read_status()
-    if number is None or status.state in OVER or not is_here(status):
-        return
-    with folder.closing():  # so that only one process does it
-        status = folder.read_status()
-        if (
-            supervisor_of(folder, status)
-            or hidden_supervisor(status)
-            or not is_batch_file(job_of(number), folder.batch)
-        ):
-            return
-        environment = probe_environment(folder.read_spec().to_spec(), folder)
-        plan = replace(_plan(folder, number, environment), detached=True)
-        start_supervisor(folder, plan, status.started or time.time(), None, Cold())
+def plan_again(folder: RunFolder, plan: LaunchPlan) -> LaunchPlan | None:
+    """The launch plan of a new supervisor; None unless Slurm knows the job, and its batch file is this folder's."""
+    number = plan.batch_job
+    if number is None or not is_batch_file(job_of(number), folder.batch):
+        return None
+    return _plan(folder, number, probe_environment(folder.read_spec().to_spec(), folder))
 
 
 def _plan(folder: RunFolder, number: int, environment: dict[str, str]) -> LaunchPlan:

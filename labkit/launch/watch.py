@@ -20,6 +20,7 @@ import psutil
 from msgspec.structs import replace
 
 from labkit.common.processes import TAG, here, identity, is_stopped, members, reap, send
+from labkit.exports.trainjob import Reports, Server
 from labkit.launch import local, ras
 from labkit.launch.ending import DISK_FULL, conclude, make_room
 from labkit.launch.report import Silence, failures, last_line, signal_name, unanswered
@@ -292,6 +293,8 @@ class Watch:
         self._known: set[int] = set()  # pids of the processes that were terminated
         self._engine, self._endpoint = plan.engine, plan.endpoint
         self._sampler = Sampler(folder, self._pids, float(plan.env.get("LABKIT_HANG_AFTER", "30")))
+        server = Server.of(os.environ) if plan.engine == local.ENGINE else None
+        self._reports = server and Reports(server, self._note_unreported)
         self._killed_before = out_of_memory_kills()
         self._witness = ras.Witness(folder, plan.env.get(ras.ADDRESS), self._sampler.note)
         self._status = Status(
@@ -365,6 +368,8 @@ class Watch:
             expected = self._status.ranks_here or state.world_size
             everyone = len(pids) >= expected and all(rank.attempt == restarts for rank in state.ranks.values())
             self._write(ranks=pids, state="running" if everyone else "starting", restarts=restarts)
+        if self._reports:
+            self._reports.offer(state)
 
     def _stop(self, reason: _Reason) -> None:
         self._write(state="stopping", message=reason.message)
@@ -387,7 +392,11 @@ class Watch:
         exit_code = self._agent_exit_code()
         self._folder.rendezvous.unlink(missing_ok=True)
         self._read()
-        conclude(self._folder, self._follower.state, self._final(reason, exit_code, left))
+        final = self._final(reason, exit_code, left)
+        if self._reports:
+            self._reports.end(self._follower.state, final.state == "finished")
+            self._read()
+        conclude(self._folder, self._follower.state, final)
 
     def _final(self, reason: _Reason | None, exit_code: int | None, left: list[psutil.Process]) -> Status:
         """The final status."""
@@ -434,6 +443,13 @@ class Watch:
         if self._status.message != DISK_FULL:
             make_room(self._folder)
             self._write(message=DISK_FULL)
+
+    def _note_unreported(self, reason: str) -> None:
+        """Records why the status of the TrainJob does not arrive; called in another thread."""
+        with suppress(OSError):  # the folder was deleted, or its disk is full
+            writer = Writer(self._folder.system)
+            writer.write("unreported", reason=reason)
+            writer.close()
 
     def _read(self) -> None:
         """Reads what is new in the run folder. If someone has damaged a file there, training continues; the status is

@@ -29,6 +29,7 @@ from labkit.record.events import (
     Curves,
     Finite,
     Flops,
+    Here,
     Line,
     Name,
     Operation,
@@ -132,7 +133,7 @@ class Status(Recorded):
     v: Count | None = None
     message: str = ""
     waiting: str = ""
-    ranks_here: World | None = None
+    ranks_here: Here | None = None
     restarts: Count = 0
     start: StartMode = "cold"
     cold_because: str = ""
@@ -156,6 +157,17 @@ class Devices(Recorded):
     pool: Annotated[list[Name], Meta(max_length=RANKS)]
 
 
+class TrainJob(Recorded):
+    """A job of Kubeflow Trainer: its name, its namespace, and the context of the kubeconfig that leads to its cluster
+    (empty in a pod of the cluster). `nodes` × `per_node` ranks run it."""
+
+    name: Name
+    namespace: Name
+    context: Name
+    nodes: Count
+    per_node: Count
+
+
 class LaunchPlan(Recorded):
     """The launch plan (`launch.json`): the command, the variables that it adds to the environment, the working
     directory."""
@@ -168,11 +180,17 @@ class LaunchPlan(Recorded):
     v: Count | None = None
     engine: Name | None = None
     batch_job: Count | None = None
+    trainjob: TrainJob | None = None
     limit: Seconds | None = None
     endpoint: Name | None = None
-    ranks_here: World | None = None
+    ranks_here: Here | None = None
     lease: Devices | None = None
     detached: bool | None = None
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether the job of a scheduler runs it, which continues without its supervisor."""
+        return self.batch_job is not None or self.trainjob is not None
 
 
 # ---- what the learner predicted

@@ -31,6 +31,7 @@ else:  # of a metric or a report: lists nested at most as deep as a tensor of ei
 
 Rank = Annotated[int, Meta(ge=0, lt=RANKS)]
 World = Annotated[int, Meta(ge=1, le=RANKS)]  # processes of a run
+Here = Annotated[int, Meta(ge=0, le=RANKS)]  # processes of a run whose events are in its folder
 # Unix seconds, up to the year 2984: the last that every platform can write as a date is in 3000.
 Time = Annotated[float, Meta(ge=0, le=32_000_000_000)]
 Seconds = Annotated[float, Meta(ge=-1e9, le=1e9)]
@@ -299,13 +300,20 @@ class CutOff(OfRank, tag_field="kind", tag="cut_off"):
 
 
 class Queue(Envelope, tag_field="kind", tag="queue"):
-    """A scheduler's view of the run: the number of its `job`, its `state` and the `reason` for it in the words of the
-    scheduler, and its `nodes`."""
+    """A scheduler's view of the run: the number or the name of its `job`, its `state` and the `reason` for it in the
+    words of the `scheduler`, and its `nodes`."""
 
-    job: Count
+    job: Count | Name
     state: Name
     reason: Name = ""
     nodes: Name = ""
+    scheduler: Name = "Slurm"
+
+
+class Unreported(Envelope, tag_field="kind", tag="unreported"):
+    """The status of a TrainJob did not arrive: the `reason`, with the address of the server."""
+
+    reason: Name
 
 
 class ProbeError(OfRank, tag_field="kind", tag="probe_error"):
@@ -738,6 +746,7 @@ Event: TypeAlias = (
     | Hosts
     | CutOff
     | Queue
+    | Unreported
     | ProbeError
     | End
     | Step

@@ -229,6 +229,11 @@ class RunFolder:
         return self.logs / "torchrun.log"
 
     @property
+    def pods_log(self) -> Path:
+        """What the pods of a TrainJob printed, as `kubectl logs --prefix` shows it."""
+        return self.logs / "pods.log"
+
+    @property
     def supervisor_log(self) -> Path:
         """The output of the supervisor; empty if all went well."""
         return self.logs / "supervisor.log"

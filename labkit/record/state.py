@@ -85,8 +85,9 @@ def elapsed(start: float | None, end: float | None) -> float | None:
 
 class RunState:
     """The state of a run: its Spec, status and prediction, ranks, metrics, reports and samples. `guess` has what the
-    learner predicted, by figure; `queue` the state of the scheduler's job; `nodes` when nodes met and were cut off;
-    `ras` is the newest answer of NCCL's RAS service; `broken` counts unusable lines.
+    learner predicted, by figure; `queue` the state of the scheduler's job; `ras` the newest answer of NCCL's RAS
+    service; `unreported` why the status of a TrainJob did not arrive; `nodes` when nodes met and were cut off; `broken`
+    counts unusable lines.
     """
 
     def __init__(self) -> None:
@@ -100,6 +101,7 @@ class RunState:
         self.system = System()
         self.queue: events.Queue | None = None
         self.ras: events.Ras | None = None
+        self.unreported = ""
         self.nodes: deque[events.Hosts | events.CutOff] = deque(maxlen=_SEEN)
         self.broken = 0
         self.unwatched: list[events.ProbeError] = []
@@ -282,6 +284,9 @@ class RunState:
     def _on_queue(self, event: events.Queue) -> None:
         self.queue = event
 
+    def _on_unreported(self, event: events.Unreported) -> None:
+        self.unreported = clipped(event.reason)
+
     def _on_end(self, event: events.End) -> None:
         rank = self._rank(event)
         rank.ended, rank.exit_code, rank.left_at = event.t, event.exit_code, clipped(event.stack)
@@ -318,8 +323,8 @@ class RunState:
 
     @property
     def expected(self) -> int:
-        """The number of ranks whose events are in this folder: all, or those of one node."""
-        return self.status.ranks_here or self.world_size
+        """The number of ranks whose events are in this folder: all, those of one node, or none of a TrainJob."""
+        return self.world_size if self.status.ranks_here is None else self.status.ranks_here
 
     @property
     def total_steps(self) -> int | None:
@@ -367,7 +372,7 @@ class RunState:
             return f"lost ({self.status.message})"
         if self.queue is not None and self.queue.state not in ("RUNNING", "COMPLETING") and not self.over:
             reason = f": {self.queue.reason}" if self.queue.reason else ""
-            return f"job {self.queue.job} of Slurm is {self.queue.state.lower()}{reason}"
+            return f"job {self.queue.job} of {self.queue.scheduler} is {self.queue.state.lower()}{reason}"
         if state == "starting" and self.status.waiting:
             return self.status.waiting
         if state != "running":
@@ -505,6 +510,7 @@ _HANDLERS: dict[type, Callable[[RunState, Any], None]] = {
     events.Hosts: RunState._on_nodes,
     events.CutOff: RunState._on_nodes,
     events.Queue: RunState._on_queue,
+    events.Unreported: RunState._on_unreported,
     events.End: RunState._on_end,
     events.System: RunState._on_system,
     **dict.fromkeys(events.OBSERVATIONS.values(), RunState._on_saw),

@@ -94,7 +94,7 @@ def _lost(folder: RunFolder, status: Status) -> tuple[Literal["failed", "lost"],
         return (
             ("lost", f"this folder is a copy of {place}, where the run is under way") if Path(place).is_dir() else None
         )
-    if folder.read_launch().batch_job:
+    if folder.read_launch().is_scheduled:
         return _quiet(folder, who)  # the job of a scheduler continues without it
     return "failed", f"its supervisor (pid {who.pid}) was killed, which ended the run"
 

@@ -13,26 +13,29 @@ from msgspec import structs
 
 from labkit.common.arguments import check_choice
 from labkit.common.files import write_output
+from labkit.common.text import visible_line
 from labkit.jobs import DEFAULT, Portable, Profile, of_spec, profile, skypilot, trainjob
 from labkit.launch import slurm
 from labkit.launch.ending import conclude
-from labkit.plan.spec import Spec
+from labkit.launch.schedulers import SCHEDULERS
+from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import Status
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower, torch_of
 from labkit.record.status import is_over
 from labkit.record.writer import steps_path
 from labkit.runs.handle import Run, named, with_ranks
+from labkit.setup.environment import has
 
 # ---- submitting
 
 
-# Engines by file, and the command that submits it elsewhere.
+# The file of an engine, and the command that submits it elsewhere.
 FILES: dict[str, tuple[Callable[[Portable, Profile], str], str]] = {
     "kubeflow": (trainjob, "kubectl create -f"),
     "skypilot": (skypilot, "sky launch"),
 }
-ENGINES = (slurm.ENGINE, *FILES)
+ENGINES = tuple(dict.fromkeys((*SCHEDULERS, *FILES)))
 
 
 def submit(
@@ -44,21 +47,40 @@ def submit(
     output: str | os.PathLike[str] | None = None,
     **fields: Any,
 ) -> Run | Path:
-    """Submits a job to Slurm and returns its run, which is followed as any other one and survives this process; or
-    writes the file of another engine to `output` (default: NAME-ENGINE.yaml) and returns its path.
+    """Submits a job to Slurm or Kubeflow and returns its run, which is followed as any other one and survives this
+    process; or writes the file of an engine to `output` and returns its path, which SkyPilot always does (default:
+    NAME-ENGINE.yaml).
 
     `nproc` is the number of ranks of all `nodes`. Raises `SpecError`, `ConfigError` for the profile, and `LaunchError`
-    if Slurm is absent or refuses the job; `OSError` if there is a file at `output` that the lab did not write.
+    if the scheduler is absent or refuses the job; `OSError` if there is a file at `output` that the lab did not write.
     """
     check_choice("engine", engine, ENGINES)
     site = profile(profile_name)
     spec = named(what, **fields)
     spec = with_ranks(replace(spec, device="cuda") if spec.device == "auto" and site.gpu else spec)
-    if engine == slurm.ENGINE:
-        return Run(slurm.start(spec, nodes, site))
+    if engine in SCHEDULERS and output is None:
+        return Run(SCHEDULERS[engine].start(spec, nodes, site))
     path = Path(output or f"{spec.name}-{engine}.yaml")
-    write_output(path, FILES[engine][0](of_spec(spec, nodes), site))
+    text = FILES[engine][0](of_spec(spec, nodes), site)
+    if engine == "skypilot":
+        check_task(text)
+    write_output(path, text)
     return path
+
+
+def check_task(text: str) -> None:
+    """Lets SkyPilot's SDK read a task, if it is installed: its schema, and the form of its resources. Raises
+    `SpecError` with what it refuses."""
+    if not has("skypilot"):
+        return
+    from sky import Task
+
+    try:
+        Task.from_yaml_str(text)
+    except Exception as error:  # those of its schema and of its resources have no common class
+        said = visible_line(" ".join(str(error).split()))
+        why = f"SkyPilot refuses the task: {said}; check gpu, cpus and container of the profile"
+        raise SpecError("engine", why) from None
 
 
 # ---- putting folders together

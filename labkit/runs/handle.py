@@ -25,7 +25,7 @@ from labkit.figures.tables import Findings, Ledger
 from labkit.launch import local
 from labkit.launch.job import Job, ask
 from labkit.launch.local import standing_environment
-from labkit.launch.slurm import follow_again
+from labkit.launch.schedulers import follow_again
 from labkit.launch.warm.client import prepare
 from labkit.plan.nodes import Node
 from labkit.plan.script import write_script
@@ -301,8 +301,8 @@ class Run:
     def attach(cls, name: str | os.PathLike[str] = "last") -> Run:
         """An existing run, in progress or over: by its name, the start or end of its name, its path, or `last`.
 
-        A run that was submitted to Slurm is followed again if its supervisor was killed. Raises `LookupError` if there
-        is no such run.
+        A run that was submitted to a scheduler is followed again if its supervisor was killed. Raises `LookupError` if
+        there is no such run.
         """
         job = Job.attach(RunFolder.find(check_path("the name of a run", name)))
         follow_again(job.folder)

@@ -26,10 +26,12 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 OPTIONAL = {
     "deepspeed": "deepspeed",
     "handout": "nh3",
+    "kubeflow": "kubeflow",
     "mcp": "mcp",
     "mlflow": "mlflow",
     "mnist": "torchvision",
     "parquet": "pyarrow",
+    "skypilot": "sky",
     "tensorboard": "tensorboard",
     "trackio": "trackio",
     "wandb": "wandb",

@@ -259,6 +259,71 @@ def test_pods_of_kubernetes(tmp_path):
     assert who["local rank 0 of llm-worker-0"] == "10:00:04" and who["rank 3"] == "10:00:03"
 
 
+_FAILED_IN_POD = """\
+W1127 21:44:01.000000 21 torch/distributed/elastic/multiprocessing/api.py:1010] Sending process 30 \
+closing signal SIGTERM
+E1127 21:44:01.100000 21 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1) local_rank: 1 \
+(pid: 31) of binary: /usr/bin/python
+Traceback (most recent call last):
+  File "/usr/bin/torchrun", line 8, in <module>
+    sys.exit(main())
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+train.py FAILED
+------------------------------------------------------------
+Failures:
+  <NO_OTHER_FAILURES>
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-27_21:44:01
+  host      : ddp-4f2a1c-node-0-1.ddp-4f2a1c
+  rank      : 3 (local_rank: 1)
+  exitcode  : 1 (pid: 31)
+  error_file: <N/A>
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+============================================================
+"""
+
+
+def of_trainjob() -> list[list[str]]:
+    """What the two pods of a TrainJob print, as Kubeflow's SDK returns it: without a prefix for the pod."""
+    pods = [["Requirement already satisfied: torch"] for _ in range(2)]
+    for node, lines in enumerate(pods):
+        lines += [f"[default{local}]:step {step} of rank {2 * node + local}" for step in (1, 2) for local in (0, 1)]
+    error = ["Traceback (most recent call last):", '  File "/job/train.py", line 12, in <module>', "    step(batch)"]
+    error += ["RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one."]
+    pods[1] += [f"[default1]:[rank3]: {line}" for line in error] + _FAILED_IN_POD.splitlines()
+    gone = ["Traceback (most recent call last):", '  File "/job/train.py", line 14, in <module>', "    loss.backward()"]
+    gone += [
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1"
+    ]
+    pods[0] += [f"[default0]:[rank0]: {line}" for line in gone]
+    return pods
+
+
+@pytest.mark.parametrize("form", ["kubectl", "timestamps", "sdk", "one file per pod"])
+def test_pods_of_a_trainjob(tmp_path, form):
+    """`kubectl logs --prefix` interleaves the pods; the SDK's `get_job_logs` has one pod after the other."""
+    pods = of_trainjob()
+    if form == "sdk":
+        found = page(tmp_path, "\n".join(pods[0] + pods[1]))
+    elif form == "one file per pod":
+        found = page(tmp_path, *("\n".join(lines) for lines in pods))
+    else:
+        time = "2026-11-27T21:44:0{node}.123456789Z " if form == "timestamps" else ""
+        said = [
+            f"[pod/ddp-4f2a1c-node-0-{node}-xk2lp/node] {time.format(node=node)}{lines[number]}"
+            for number in range(max(map(len, pods)))
+            for node, lines in enumerate(pods)
+            if number < len(lines)
+        ]
+        found = page(tmp_path, "\n".join(said))
+    first = found.findings[0]
+    assert (first.name, first.ranks) == ("unused_parameters", (3,)), first
+    assert "(train.py:12 in <module>)" in first.title and "find_unused_parameters=True" in first.fix
+
+
 # ---- collectives that reached their timeout
 
 

@@ -91,8 +91,8 @@ def test_invalid_input_is_refused_in_one_sentence(runs, capsys, monkeypatch, arg
         ("logs --stream stdin", "--stream must be one of stdout, stderr, got 'stdin'"),
         (
             "setup --with deepsped",
-            "extra must be one of deepspeed, handout, mcp, mlflow, mnist, parquet, tensorboard, trackio, wandb, got"
-            " 'deepsped' (did you mean deepspeed?)",
+            "extra must be one of deepspeed, handout, kubeflow, mcp, mlflow, mnist, parquet, skypilot, tensorboard,"
+            " trackio, wandb, got 'deepsped' (did you mean deepspeed?)",
         ),
     ],
 )

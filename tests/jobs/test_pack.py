@@ -24,6 +24,7 @@ from labkit.frontends.panel.sources import Pack
 from labkit.plan.spec import Spec, SpecError
 from labkit.record import packed
 from labkit.runs.handle import with_ranks
+from labkit.setup.environment import has
 
 SMALL = {"workload": "mlp", "samples": 256, "batch_size": 32, "steps": 3, "device": "cpu"}
 
@@ -87,6 +88,24 @@ def test_job_files_follow_their_schemas():
         assert "source /opt/venv/bin/activate" in text
         assert "--max-restarts=2 train.py" in text
     assert task["run"].count("torchrun") == 1
+
+
+@pytest.mark.skipif(not has("skypilot"), reason="the package of the extra skypilot is not installed")
+def test_skypilot_reads_its_file(tmp_path, monkeypatch, capsys):
+    from sky import Task
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "labkit.conf").write_text("[profile good]\ngpu = A100\ncpus = 4\n[profile wrong]\ngpu = A100:many\n")
+    arguments = ("submit", "ddp", "--nproc", "8", "--nodes", "2", "--engine", "skypilot", "--profile")
+    assert called(*arguments, "good", "-o", "task.yaml") == 0
+    task = Task.from_yaml("task.yaml")
+    (resources,) = task.resources
+    assert (task.num_nodes, resources.accelerators, resources.cpus) == (2, {"A100": 4}, "16+")
+    assert called(*arguments, "wrong", "-o", "wrong.yaml") == 2
+    said = capsys.readouterr().err
+    assert "SkyPilot refuses the task" in said and "check gpu" in said and said.count("\n") == 1
+    assert not (tmp_path / "wrong.yaml").exists()
 
 
 def test_the_command_of_a_trainjob_writes_the_files_of_the_job(tmp_path):

@@ -167,8 +167,9 @@ def test_a_batch_file_has_the_settings_of_the_profile(tmp_path):
 @pytest.mark.parametrize(("engine", "fix"), [("kubeflow", "kubectl create -f"), ("skypilot", "sky launch")])
 def test_other_engines_write_a_file(tmp_path, monkeypatch, capsys, engine, fix, runs):
     monkeypatch.chdir(tmp_path)
-    assert called("submit", "ddp", "--nproc", "2", "--nodes", "2", "--engine", engine) == 0
     path = Path(f"ddp-x2-{engine}.yaml")
+    named = ["-o", str(path)] if engine == "kubeflow" else []  # without it, Kubeflow gets the job
+    assert called("submit", "ddp", "--nproc", "2", "--nodes", "2", "--engine", engine, *named) == 0
     assert f"nothing was submitted; submit it with: {fix} {path}" in capsys.readouterr().out
     assert "import torch" in path.read_text()
     assert called("submit", "ddp", "--nproc", "2", "--engine", engine, "--json", "-o", "own.yaml") == 0

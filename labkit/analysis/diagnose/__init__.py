@@ -103,6 +103,25 @@ def not_written(state: RunState) -> Iterator[Finding]:
         )
 
 
+def not_reported(state: RunState) -> Iterator[Finding]:
+    """A TrainJob whose status server did not take the progress of the run."""
+    if state.unreported:
+        yield Finding(
+            name="not_reported",
+            kind="unseen",
+            title="progress and metrics did not arrive in the status of the TrainJob",
+            evidence=state.unreported,
+            cause=(
+                "the pod has the variables of Kubeflow Trainer's status server, and the server cannot be reached or"
+                " does not accept its token or certificate"
+            ),
+            fix=(
+                "check the feature gate TrainJobStatus and the log of the Trainer controller, and that no network"
+                " policy closes its port; the training was not affected"
+            ),
+        )
+
+
 def not_readable(state: RunState) -> Iterator[Finding]:
     """Lines of the run folder that are not valid events: truncated or overwritten."""
     if state.broken:
@@ -189,6 +208,7 @@ RULES: tuple[Callable[[RunState], Iterator[Finding]], ...] = (
     not_there,
     cut_short,
     not_written,
+    not_reported,
     not_readable,
 )
 
