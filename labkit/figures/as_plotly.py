@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 FONT = "system-ui, sans-serif"
 # What is not the markup of charts and pictures: tags of plotly may have links and styles, with addresses.
-_OTHER_MARKUP = re.compile(r"<(?!/?(?:b|br|extra|span)>|span style='font-size:10px'>)", re.IGNORECASE)
+_OTHER_MARKUP = re.compile(
+    r"""<(?!/?(?:b|br|extra|span)>|span style='font-size:1\dpx'>|span style="color:#[0-9a-f]{6}">)""", re.IGNORECASE
+)
 _ROOMY = 4  # bars at most that are wider than the name of a mark
 _MARK = 0.01  # height of a mark, as a share of the axis
 _DIGITS = 6  # significant digits: finer than a pixel, and every character is sent to the browser

@@ -241,6 +241,10 @@ GOOD = {  # for parameters without a default
     "points": {"a": [1.0, 2.0]},
     "peak": 1e9,
     "bandwidth": 1e9,
+    "saving": 30.0,
+    "restart": 300.0,
+    "replicas": 3,
+    "clusters": [1024, 16384],
 }
 
 

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from labkit.analysis.theory.failures import first_order_cost, first_order_interval
 from labkit.course.exercises import Exercise, Wrong, require_function
 from labkit.course.exercises.own import finished
 
@@ -21,9 +22,9 @@ def _interval(answer: Any) -> str:
         case = f"with {save} s per save and a failure every {fails:,} s"
         if isinstance(given, bool) or not isinstance(given, (int, float)) or given <= 0:
             raise Wrong(f"{case}, the function must return a time in seconds, got {given!r}")
-        best = (2 * save * fails) ** 0.5
+        best = first_order_interval(save, fails)
         if abs(given / best - 1) > _NEAR:
-            cost, less = (save / interval + interval / (2 * fails) for interval in (given, best))
+            cost, less = (first_order_cost(interval, save, fails) for interval in (given, best))
             raise Wrong(
                 f"{case}, the function returned {given:,.0f} s, which costs {cost:.2%} of the time; a"
                 f" {'shorter' if given > best else 'longer'} interval costs {less:.2%}. Where is the derivative of the"

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 TOPICS = (
-    *("collectives", "data_parallel", "fit", "input_pipeline", "launching", "links", "mesh", "pipeline", "roofline"),
-    *("sharding", "tensor_parallel"),
+    *("collectives", "data_parallel", "failures", "fit", "input_pipeline", "launching", "links", "mesh", "pipeline"),
+    *("roofline", "sharding", "tensor_parallel"),
 )
 
 

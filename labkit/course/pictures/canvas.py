@@ -34,6 +34,7 @@ _COUNTS = {  # other bounds than _COUNT; "each of" stands for the elements of a 
     "axes": Number(int, 1, 256),
     "each of held": Number(int, 0, 64),
     "each of ranks": Number(int, 1, 65_536),
+    "each of clusters": Number(int, 1, 1 << 20),
     "devices": Number(int, 1, 4096),
     **dict.fromkeys(("width", "inner", "expert"), Number(int, 1, 1 << 20)),
     **dict.fromkeys(("rank", "workers", "prefetch", "each of counts"), Number(int, 0, 64)),
