@@ -80,6 +80,7 @@ class ClassPanel:
         self.hide.observe(lambda change: self._hide(change["new"]), "value")
         hint = "Zips that learners have sent you, into the folder of the class: NAME.zip is the learner NAME"
         self.upload = widgets.FileUpload(description="Add zips", accept=".zip", multiple=True, tooltip=hint)
+        self.upload.add_class("labkit-upload")
         self.upload.observe(lambda change: self._take_in(change["new"]), "value")
         self._added = widgets.HTML()
         actions = widgets.HBox([self.title, self.upload, self.hide, self._said, Presentation().box])
