@@ -88,7 +88,8 @@ ddp.figure("timeline")
 #
 # ### Try a hook before it is graded
 #
-# Two ranks stay for the next cells, with their variables. Each has the same small model and its own samples.
+# `%%torchrun 2 --keep` starts two ranks that **stay**, with their variables, and `%%ranks` runs a cell on them. Each
+# has the same small model and its own samples.
 
 # %%
 # %%torchrun 2 --keep --device cpu

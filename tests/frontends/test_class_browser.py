@@ -91,6 +91,8 @@ def test_a_teacher_uploads_zips(page, jupyter, tmp_path, monkeypatch):
         set_theme(page, theme)
         panel.screenshot(path=PICTURES / f"93-class-upload-{theme.lower()}.png")
         assert violations(page, ".labkit") == []
+    panel.get_by_role("button", name="Hide names").click()
+    sync_api.expect(panel).not_to_contain_text("Quill")
     (path,) = place.iterdir()
     assert path.name == "Ada Quill.zip" and stat.S_IMODE(path.stat().st_mode) == 0o600
 

@@ -92,17 +92,18 @@ class ClassPanel:
         return widget
 
     def _take_in(self, files: Sequence[Mapping[str, Any]]) -> None:
-        if not files:  # set below
+        if not files:  # emptied below
             return
         with self._lock:
             added, refused = self._class.take_in((file["name"], bytes(file["content"])) for file in files)
         self._added.value = f"{counted(added, 'zip')} added" + "".join(map(sentence_html, refused))
-        self.upload.value = ()  # so that the same file can be chosen again
+        self.upload.value = ()  # a notebook is saved with the values of its widgets
         self._draw()
 
     def _hide(self, hidden: bool) -> None:
         with self._lock:
             self._class.hide_names = hidden
+        self._added.value = ""  # it may have names
         self._draw()
 
     def _follow(self, over: threading.Event) -> None:
