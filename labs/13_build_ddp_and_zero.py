@@ -74,14 +74,8 @@ check("build_data_parallel.naive", average_gradients)
 # ## 2. All-reduce during backward
 #
 # Your first version computes, then communicates. But the gradient of the last layer is ready long before that of the
-# first one, and backward does not need it any more: its all-reduce can run in the meantime. This is the timeline of
-# PyTorch's DDP on this machine. Where does each all-reduce start?
-
-# %%
-ddp = run("ddp", **place(2), workload="gpt", batch_size=4, steps=12, options={"bucket_mb": 1}).wait()
-ddp.figure("timeline")
-
-# %% [markdown]
+# first one, and backward does not need it any more: its all-reduce can run in the meantime.
+#
 # PyTorch calls a function as soon as the gradient of a parameter is complete, if you ask it to:
 # `parameter.register_post_accumulate_grad_hook(function)`. With `async_op=True`, `dist.all_reduce` returns at once; the
 # result is there when `.wait()` of the returned object has returned.
@@ -164,6 +158,13 @@ mean = (gradient[0] + gradient[1]) / 2
 # %% [markdown]
 # ### Write the class
 #
+# This is the timeline of PyTorch's DDP on this machine. Where does each all-reduce start?
+
+# %%
+ddp = run("ddp", **place(2), workload="gpt", batch_size=4, steps=12, options={"bucket_mb": 1}).wait()
+ddp.figure("timeline")
+
+# %% [markdown]
 # Write a class. It is created once, before the first step. This time **every rank starts with different parameters**:
 # what does DDP do about that when it is created? `finish()` is called after each backward.
 #
