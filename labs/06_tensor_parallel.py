@@ -131,7 +131,9 @@ wrong
 # %%ranks
 x, a_shard, b_shard = (tensor.clone().requires_grad_() for tensor in (X, column, row))
 (torch.relu(x @ a_shard) @ b_shard).sum().backward()  # the gradient of each number in Y is 1
-print("a_shard:", a_shard.grad.tolist(), "\nb_shard:", b_shard.grad.tolist(), "\nX:      ", x.grad.tolist())
+print("a_shard:", a_shard.grad.tolist())
+print("b_shard:", b_shard.grad.tolist())
+print("X:      ", x.grad.tolist())
 
 # %% [markdown]
 # These are the gradients on one device. Which of those above are parts of them, and which are not?
