@@ -63,43 +63,62 @@ excerpt(Spec(strategy="ddp", **HERE), "parallelize", "train_step")
 # %% [markdown]
 # ## The broadcast, with numbers
 #
+# In this section two ranks **stay** for several cells, with their variables: `%%torchrun 2 --keep` starts them, and
+# `%%ranks` runs the next cell on them. So you can stop in the middle of a step and look at what each rank has.
+#
 # The model has two weights. Each rank deliberately initialises **different** weights: its seed is its rank.
+
+# %%
+# %%torchrun 2 --keep
+from torch.nn.parallel import DistributedDataParallel
+
+torch.manual_seed(rank)
+layer = torch.nn.Linear(2, 1, bias=False).to(device)
+layer.weight
+
+# %% [markdown]
 # **Predict:** which weights does rank 1 have after its model is wrapped?
 
 # %%
-# %%torchrun 2
-torch.manual_seed(rank)
-layer = torch.nn.Linear(2, 1, bias=False).to(device)
-report(initial=layer.weight.flatten())
-torch.nn.parallel.DistributedDataParallel(layer)
-report(after_wrapping=layer.weight.flatten())
+# %%ranks
+model = DistributedDataParallel(layer)
+layer.weight
 
 # %% [markdown]
+# Both ranks have the weights of rank 0; those of rank 1 are overwritten.
+#
 # ## The average, with numbers
 #
 # The output is w₀·x₀ + w₁·x₁, and it is also the loss. So the gradient equals the input. Rank 0 has the sample (1, 2),
-# rank 1 has (3, 6).
-#
-# **Predict** for both ranks: the local gradient, the gradient after the all-reduce, and the change of the weights with
-# a learning rate of 0.1.
+# rank 1 has (3, 6). The next cell leaves out the all-reduce with `no_sync()`. **Predict:** which gradient does each
+# rank have?
 
 # %%
-# %%torchrun 2 --as seen
-layer = torch.nn.Linear(2, 1, bias=False).to(device)
-model = torch.nn.parallel.DistributedDataParallel(layer)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+# %%ranks
 sample = torch.tensor([[1.0, 2.0]], device=device) * (1 + 2 * rank)
 with model.no_sync():  # backward without the all-reduce
     model(sample).sum().backward()
-report(local=layer.weight.grad.flatten())
-optimizer.zero_grad()
-model(sample).sum().backward()
-start = layer.weight.detach().clone()
-optimizer.step()
-report(averaged=layer.weight.grad.flatten(), change=(layer.weight.detach() - start).flatten())
+local = layer.weight.grad.flatten()
+local
+
+# %% [markdown]
+# `%ranks pull` fetches a variable from all ranks, as a list with one value per rank:
 
 # %%
-pictures.data_parallel.average(seen["local"])
+# %ranks pull local
+pictures.data_parallel.average([gradient.tolist() for gradient in local])
+
+# %% [markdown]
+# **Predict** for both ranks: the gradient after a backward *with* the all-reduce, and the change of the weights with a
+# learning rate of 0.1.
+
+# %%
+# %%ranks
+model.zero_grad()
+model(sample).sum().backward()
+start = layer.weight.detach().clone()
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+report(averaged=layer.weight.grad.flatten(), change=(layer.weight.detach() - start).flatten())
 
 # %% [markdown]
 # (1 + 3) / 2 = 2 and (2 + 6) / 2 = 4 on both ranks, and the weights change by −0.2 and −0.4 on both. **One** device
@@ -113,6 +132,39 @@ pictures.data_parallel.average(seen["local"])
 # That is one reason why the sampler gives all ranks the same number of samples.
 #
 # </details>
+
+# %% [markdown]
+# ## What `no_sync` leaves
+#
+# If a batch does not fit, you split it into micro-batches, add up their gradients, and update once. Only the last
+# backward needs an all-reduce. **Predict:** the first backward below is local, the second one is not. Which gradient
+# does each rank have at the end, and does it contain the *local* gradient of the first?
+
+# %%
+# %%ranks
+model.zero_grad()
+with model.no_sync():
+    model(sample).sum().backward()
+print("after the first: ", layer.weight.grad.tolist())
+model(10 * sample).sum().backward()
+print("after the second:", layer.weight.grad.tolist())
+
+# %% [markdown]
+# <details class="answer"><summary>Answer</summary>
+#
+# (22, 44) on both ranks: the average of 1 + 10 and 3 + 30, and of twice that. DDP reduces what is in `.grad` *after*
+# the second backward has added to it, so the local gradients of the first are averaged too. One all-reduce was enough
+# for two micro-batches.
+#
+# </details>
+#
+# **Try it:** leave out `model.zero_grad()` and run the cell twice. Are the gradients of both ranks still equal in the
+# end? And the weights, if you update after the *first* backward? `%ranks` shows what each rank has.
+#
+# The ranks hold their devices until they are stopped:
+
+# %%
+# %ranks stop
 
 # %% [markdown]
 # ## How 60,000 samples are split into batches
@@ -258,6 +310,53 @@ for name, job in (("25 MiB", coarse), ("default", default), ("1 MiB", fine)):
 # durations may differ a lot if ranks share cores, because gloo's threads compute and send on the same cores. Also, a
 # rank that is ahead **waits inside its all-reduce** for the other rank, so its communication looks longer: compare
 # them.
+#
+# ### What is in a bucket
+#
+# A *communication hook* is called with each bucket when it is full, in place of DDP's own all-reduce. This one prints
+# what is in the bucket, and then all-reduces it. The model has six layers of 0.34 MiB, and a bucket 0.6 MiB.
+
+
+# %%
+# %%torchrun 2 --keep
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+
+def print_bucket(_, bucket):
+    inside = ", ".join(names[parameter] for parameter in bucket.parameters())
+    print(f"bucket {bucket.index()}: {bucket.buffer().nbytes / 2**20:.1f} MiB of {inside}")
+    return allreduce_hook(None, bucket)
+
+
+layers = torch.nn.Sequential(*(torch.nn.Linear(300, 300, bias=False) for _ in range(6))).to(device)
+names = {parameter: name for name, parameter in layers.named_parameters()}
+model = DistributedDataParallel(layers, bucket_cap_mb=0.6)
+model.register_comm_hook(None, print_bucket)
+
+# %% [markdown]
+# **Predict:** which weights are in bucket 0? The first backward, and then a second one:
+
+# %%
+# %%ranks
+model(torch.randn(4, 300, device=device)).sum().backward()
+
+# %%
+# %%ranks
+model(torch.randn(4, 300, device=device)).sum().backward()
+
+# %%
+# %ranks stop
+
+# %% [markdown]
+# <details class="answer"><summary>Why does the second backward differ?</summary>
+#
+# DDP cannot know in which order gradients become ready before it has seen a backward. So in the first step everything
+# is in one bucket, and it notes the order. Then it builds the buckets for all later steps, from the last layer to the
+# first: bucket 0 has layers 5 and 4. That is one reason why the first step of a run is slower, and why the lab leaves
+# it out of its medians.
+#
+# </details>
 #
 # Is smaller always better? Each bucket costs latency: 2(n−1) messages in a ring. Predict the best size here, then
 # measure it:

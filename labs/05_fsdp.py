@@ -26,6 +26,7 @@
 from labkit import Spec, check, diff_scripts, excerpt, guess, pictures, place, run, show
 
 HERE = place(2)
+# %load_ext labkit
 GPT = {**HERE, "workload": "gpt", "batch_size": 2, "precision": "fp32", "steps": 10, "samples": 100}
 print(HERE)
 
@@ -57,6 +58,80 @@ pictures.sharding.gather_compute_drop(units=6, ranks=4)
 #    for it.
 #
 # </details>
+
+# %% [markdown]
+# ## One unit by hand
+#
+# Now do the three steps yourself, one per cell. Two ranks **stay** for these cells, with their variables:
+# `%%torchrun 2 --keep` starts them, and `%%ranks` runs a cell on them. `fully_shard` makes a unit of a module: here of
+# each of two layers, and of the rest.
+
+# %%
+# %%torchrun 2 --keep
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+mesh = dist.init_device_mesh(device.type, (world_size,))
+model = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.ReLU(), nn.Linear(1000, 1000, bias=False)).to(device)
+for module in (model[0], model[2], model):
+    fully_shard(module, mesh=mesh)
+shard = model[0].weight
+print(f"{type(shard).__name__} {tuple(shard.shape)}, here {tuple(shard.to_local().shape)}")
+
+# %% [markdown]
+# A matrix of 1,000 × 1,000 numbers takes 4 MB, and each rank has 2 MB of it. **Gather** the first layer:
+
+# %%
+# %%ranks
+model[0].unshard()
+whole = model[0].weight
+print(f"{type(whole).__name__} {tuple(whole.shape)}, {whole.untyped_storage().nbytes() / 1e6} MB")
+
+# %% [markdown]
+# Now **free** it. **Predict:** the variable `whole` still refers to the gathered matrix. Does that keep 4 MB in memory?
+
+# %%
+# %%ranks
+model[0].reshard()
+print(f"{type(model[0].weight).__name__}; whole: {tuple(whole.shape)}, {whole.untyped_storage().nbytes() / 1e6} MB")
+
+# %% [markdown]
+# <details class="answer"><summary>Answer</summary>
+#
+# No. FSDP frees the *storage* of the tensor, and the tensor stays, with its shape and 0 MB. The next all-gather fills
+# the same tensor again: autograd, which has stored it for backward, then finds the right numbers in it.
+#
+# </details>
+#
+# In training you call neither: the first of the two calls is made before a unit computes, the second one after it.
+# **Predict:** how many MB of each layer does a rank have when the first layer computes, when the second one does, and
+# afterwards? And how many rows has the gradient of a matrix?
+
+
+# %%
+# %%ranks
+def print_held(module, inputs=None):
+    weights = [layer.weight for layer in (model[0], model[2])]
+    print([(w.to_local() if hasattr(w, "to_local") else w).nbytes / 1e6 for w in weights], "MB")
+
+
+for layer in (model[0], model[2]):
+    layer.register_forward_pre_hook(print_held)
+y = model(torch.randn(8, 1000, device=device))
+print_held(model)
+y.sum().backward()
+print("gradient here:", tuple(shard.grad.to_local().shape))
+
+# %% [markdown]
+# <details class="answer"><summary>Answer</summary>
+#
+# [4, 2], then [2, 4], then [2, 2]: the sum of the two is never 8. After backward a rank has the gradient of its 500
+# rows only, averaged over the ranks: a reduce-scatter does not give it the others. The optimizer needs no more.
+#
+# </details>
+
+# %%
+# %ranks stop
 
 # %% [markdown]
 # ## The code
@@ -218,9 +293,6 @@ for name, job in {"10,000,000": one, "20,000": small}.items():
 # FSDP1 concatenates all parameters of a unit into one **flat parameter** and shards that. FSDP2 shards **every
 # parameter** along its rows, and each shard is a `DTensor` that knows the tensor it belongs to. Here is a layer with 6
 # × 4 weights and 4 biases under both:
-
-# %%
-# %load_ext labkit
 
 # %%
 # %%torchrun 2

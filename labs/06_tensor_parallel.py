@@ -80,19 +80,87 @@ pictures.tensor_parallel.row(H.tolist(), B.tolist())
 pictures.tensor_parallel.pair(X.tolist(), A.tolist(), B.tolist())
 
 # %% [markdown]
-# The same in torch. Compare the sum with `Y` above:
+# The same on two ranks. They **stay** for several cells, with their variables: `%%torchrun 2 --keep` starts them,
+# `%%ranks` runs a cell on them, and `%ranks push` gives them a variable of the notebook.
 
 # %%
-partial_sums = [torch.relu(X @ A[:, :2]) @ B[:2], torch.relu(X @ A[:, 2:]) @ B[2:]]
-print(*partial_sums, partial_sums[0] + partial_sums[1], sep="\n\n")
-torch.equal(partial_sums[0] + partial_sums[1], Y)
+# %%torchrun 2 --keep
+print("columns", 2 * rank, "and", 2 * rank + 1, "of A, and the same rows of B")
+
+# %%
+# %ranks push X
+# %ranks push A
+# %ranks push B
 
 # %% [markdown]
-# Now split the other way, without the all-reduce in the middle. Is the result still `Y`?
+# Each rank keeps its shards, and computes both products without communication. **Predict:** what is `y` on each rank?
 
 # %%
-partial_sums = [torch.relu(X[:, :1] @ A[:1]) @ B, torch.relu(X[:, 1:] @ A[1:]) @ B]
-partial_sums[0] + partial_sums[1]
+# %%ranks
+X, A, B = X.to(device), A.to(device), B.to(device)
+column, row = A.chunk(2, dim=1)[rank], B.chunk(2, dim=0)[rank]
+y = torch.relu(X @ column) @ row
+y
+
+# %% [markdown]
+# Two partial sums, and neither is `Y`. The all-reduce adds them, on both ranks:
+
+# %%
+# %%ranks
+dist.all_reduce(y)
+y
+
+# %% [markdown]
+# Compare it with `Y` above. Now split the other way, without the all-reduce in the middle. Is the sum still `Y`?
+
+# %%
+# %%ranks
+h = X[:, rank : rank + 1] @ A[rank : rank + 1]  # by rows: a partial sum of X A
+wrong = torch.relu(h) @ B
+dist.all_reduce(wrong)
+wrong
+
+# %% [markdown]
+# ## And backward?
+#
+# Forward needs one all-reduce, at the end. **Predict:** each rank has the whole gradient of `Y`, because all ranks
+# compute the same loss from it. Does a rank then have the whole gradient of its row shard, of its column shard, and of
+# `X`?
+
+# %%
+# %%ranks
+x, a_shard, b_shard = (tensor.clone().requires_grad_() for tensor in (X, column, row))
+(torch.relu(x @ a_shard) @ b_shard).sum().backward()  # the gradient of each number in Y is 1
+print("a_shard:", a_shard.grad.tolist())
+print("b_shard:", b_shard.grad.tolist())
+print("X:      ", x.grad.tolist())
+
+# %% [markdown]
+# These are the gradients on one device. Which of those above are parts of them, and which are not?
+
+# %%
+x, a, b = (tensor.clone().requires_grad_() for tensor in (X, A, B))
+(torch.relu(x @ a) @ b).sum().backward()
+print("A:", a.grad.tolist(), "\nB:", b.grad.tolist(), "\nX:", x.grad.tolist())
+
+# %% [markdown]
+# The gradients of `X` differ: a rank knows only the paths through *its* columns, so it has a partial sum again. Add
+# them up:
+
+# %%
+# %%ranks
+dist.all_reduce(x.grad)
+x.grad
+
+# %% [markdown]
+# <details class="answer"><summary>Answer</summary>
+#
+# The gradients of the shards are complete: a shard is used on one rank only, with the whole input or the whole gradient
+# of `Y`. That of `X` must be added up. So there are two all-reduces, one in each direction. Shoeybi et al. (2019)
+# call them **g**, which adds in forward and does nothing in backward, and **f**, which does nothing in forward and adds
+# in backward. Every pair of split matrices stands between an f and a g.
+#
+# </details>
 
 # %% [markdown]
 # ## Why all ranks need the same input
@@ -102,23 +170,23 @@ partial_sums[0] + partial_sums[1]
 # **Predict:** what happens if each rank uses a different batch? Is there an error?
 
 # %%
-# %%torchrun 2
-torch.manual_seed(0)  # the same matrices on both ranks
-x, a, b = torch.randn(4, 8), torch.randn(8, 16), torch.randn(16, 8)
-a_shard, b_shard = a.chunk(2, dim=1)[rank], b.chunk(2, dim=0)[rank]
+# %%ranks
 torch.manual_seed(rank)
-for name, mine in {"same_input": x, "different_input": torch.randn(4, 8)}.items():
-    y = (torch.relu(mine @ a_shard) @ b_shard).to(device)
+for name, mine in {"same_input": X, "different_input": torch.randn(2, 2).to(device)}.items():
+    y = torch.relu(mine @ column) @ row
     dist.all_reduce(y)
-    error = (y.cpu() - torch.relu(mine @ a) @ b).abs().max()
+    error = (y - torch.relu(mine @ A) @ B).abs().max()
     report(**{name: f"{error:.5f}"})
+
+# %%
+# %ranks stop
 
 # %% [markdown]
 # <details class="answer"><summary>What the table says</summary>
 #
-# With the same input, the sum is right up to rounding. With different inputs, the ranks add a partial sum of *one*
-# sample to a partial sum of *another*. The shapes match, so there is no error: the model just learns nothing. The lab
-# checks for this: if ranks that share a layer have different losses, the run gets the finding `loss_differs`.
+# With the same input, the sum is right. With different inputs, the ranks add a partial sum of *one* sample to a partial
+# sum of *another*. The shapes match, so there is no error: the model just learns nothing. The lab checks for this: if
+# ranks that share a layer have different losses, the run gets the finding `loss_differs`.
 #
 # </details>
 #

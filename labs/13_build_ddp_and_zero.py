@@ -45,6 +45,8 @@ from torch import nn
 
 from labkit import Run, check, pictures, place, run
 
+# %load_ext labkit
+
 # %% [markdown]
 # Your answer is a function or a class. It is sent to the ranks as source code, together with everything that it uses
 # from this notebook, and runs there in one process per rank. Inside it, `dist.get_rank()` and `dist.get_world_size()`
@@ -72,18 +74,97 @@ check("build_data_parallel.naive", average_gradients)
 # ## 2. All-reduce during backward
 #
 # Your first version computes, then communicates. But the gradient of the last layer is ready long before that of the
-# first one, and backward does not need it any more: its all-reduce can run in the meantime. This is the timeline of
-# PyTorch's DDP on this machine. Where does each all-reduce start?
+# first one, and backward does not need it any more: its all-reduce can run in the meantime.
+#
+# PyTorch calls a function as soon as the gradient of a parameter is complete, if you ask it to:
+# `parameter.register_post_accumulate_grad_hook(function)`. With `async_op=True`, `dist.all_reduce` returns at once; the
+# result is there when `.wait()` of the returned object has returned.
+#
+# ### Try a hook before it is graded
+#
+# `%%torchrun 2 --keep` starts two ranks that **stay**, with their variables, and `%%ranks` runs a cell on them. Each
+# has the same small model and its own samples.
+
+# %%
+# %%torchrun 2 --keep --device cpu
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+torch.manual_seed(1 + rank)
+x = torch.randn(4, 8)
+model(x).mean().backward()
+gradient = model[0].weight.grad.clone()  # the local one, of the first layer
+hooks = []
+
+# %% [markdown]
+# **Predict:** the model has four parameters: weight and bias of layer 0 and of layer 2. In which order are their hooks
+# called?
+
+
+# %%
+# %%ranks
+def hook(parameter):
+    called.append(names[parameter])
+
+
+for handle in hooks:  # of an earlier version, if you run this cell again
+    handle.remove()
+called, names = [], {parameter: name for name, parameter in model.named_parameters()}
+hooks = [parameter.register_post_accumulate_grad_hook(hook) for parameter in names]
+model.zero_grad()
+model(x).mean().backward()
+called
+
+# %% [markdown]
+# Layer 2 comes first, because backward begins at the loss. So its gradients can be sent while those of layer 0 are
+# still being computed.
+#
+# **Predict:** an all-reduce has been started with `async_op=True`, and nobody has waited for it. What is in the tensor?
+
+# %%
+# %%ranks
+number = torch.full((2**24,), float(rank + 1))
+work = dist.all_reduce(number, async_op=True)
+print("finished at once:", work.is_completed())
+
+# %%
+# %%ranks
+work.wait()
+number[0].item()
+
+# %% [markdown]
+# <details class="answer"><summary>Answer</summary>
+#
+# Nothing that you may use: the old value, the sum, or a mixture of both. Only after `wait()` is it the sum, 1 + 2 = 3.
+# So your class must store what `all_reduce` has returned until `finish()`.
+#
+# </details>
+#
+# **Try your hook:** let `hook` above communicate, and run its cell again. Then each rank should have the mean of both
+# local gradients. The next cell computes it in the notebook, and the last one compares: what does it show before your
+# hook works, and after?
+
+# %%
+# %ranks pull gradient
+mean = (gradient[0] + gradient[1]) / 2
+# %ranks push mean
+
+# %%
+# %%ranks
+(model[0].weight.grad - mean).abs().max().item()
+
+# %%
+# %ranks stop
+
+# %% [markdown]
+# ### Write the class
+#
+# This is the timeline of PyTorch's DDP on this machine. Where does each all-reduce start?
 
 # %%
 ddp = run("ddp", **place(2), workload="gpt", batch_size=4, steps=12, options={"bucket_mb": 1}).wait()
 ddp.figure("timeline")
 
 # %% [markdown]
-# PyTorch calls a function as soon as the gradient of a parameter is complete, if you ask it to:
-# `parameter.register_post_accumulate_grad_hook(function)`. With `async_op=True`, `dist.all_reduce` returns at once; the
-# result is there when `.wait()` of the returned object has returned.
-#
 # Write a class. It is created once, before the first step. This time **every rank starts with different parameters**:
 # what does DDP do about that when it is created? `finish()` is called after each backward.
 #

@@ -46,13 +46,13 @@ def write_output(path: Path, data: str | bytes, private: bool = False) -> None:
         raise ValueError(f"{path.name} has no mark, so it could not be written again")
     target = Path(os.path.realpath(path))
     try:
-        _require_replaceable(target)
+        require_replaceable(target)
         write_atomically(target, encoded, private)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def _require_replaceable(path: Path) -> None:
+def require_replaceable(path: Path) -> None:
     """Raises `OSError` if there is anything at `path` but a file that the lab wrote."""
     try:
         mode = path.lstat().st_mode

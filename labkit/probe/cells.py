@@ -7,9 +7,10 @@ thread answers questions meanwhile: where the rank is, which variables it has.
 
 | asked (`do`) | answered |
 | --- | --- |
-| `run`: `cell` (its name), `code` | `done`: `seconds`, `peak`, `sent`, `value`, `error`, `reports`, `names`, `calls` |
+| `run`: `cell` (its name), `code` | `done`: `seconds`, `peak`, `sent`, `value`, `error`, `reports`, `calls` |
 | `where` | `cell` and `line`, what it waits in (`call`, `pending`), `cpu` seconds of its process |
 | `variables` | `rows`: name, type, shape, dtype, device, bytes of each |
+| `complete`: `text` | `completed`: `names` of variables, or of attributes, that begin with it |
 | `pull`: `name`; `push`: `name`, `tree` | `tree` or `error`, and the bytes of tensors |
 | `interrupt` | nothing: the cell gets KeyboardInterrupt, unless it is in C code |
 | `ends` | `ends`: the own ends of this rank's TCP connections |
@@ -31,6 +32,7 @@ import linecache
 import os
 import pprint
 import queue
+import rlcompleter
 import signal
 import socket
 import sys
@@ -77,6 +79,12 @@ def _refuse_input(prompt: object = "") -> NoReturn:
     raise RuntimeError("input() cannot ask anyone on a rank: set a variable in the notebook, and %ranks push it")
 
 
+def _refuse_breakpoint(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError(
+        "breakpoint() cannot ask anyone on a rank: the variables of this cell stay, so look at them in the next one"
+    )
+
+
 class Cells:
     """The cells of one rank, and its connection to the notebook."""
 
@@ -90,7 +98,7 @@ class Cells:
         self._cells: set[str] = set()
         self._reports: dict[str, Any] = {}
         self._backend = dist.get_backend()
-        builtins.input = _refuse_input
+        builtins.input, sys.breakpointhook = _refuse_input, _refuse_breakpoint
         torch.monitor.register_event_handler(self._hear)
 
     def run(self) -> None:
@@ -131,6 +139,8 @@ class Cells:
                 self._send(did="where", **self._where())
             case "variables":
                 self._send(did="variables", rows=self._rows(), memory=_resident(), busy=bool(self._cell))
+            case "complete":
+                self._send(did="completed", names=self._completions(message["text"]))
             case "ends":
                 self._send(did="ends", ends=[own for _, own, _ in _connections()])
             case "cut":
@@ -203,7 +213,6 @@ class Cells:
             value=value,
             error=error,
             reports=self._reports,
-            names=[name for name, _ in self._variables()],
             calls=_calls(),
         )
 
@@ -283,6 +292,14 @@ class Cells:
                 row |= _facts(value)
             rows.append(row)
         return rows
+
+    def _completions(self, text: str) -> list[str]:
+        if "." not in text:
+            return [name for name, _ in self._variables() if name.startswith(text)]
+        try:
+            return [name.rstrip("()") for name in rlcompleter.Completer(self._namespace).attr_matches(text)]
+        except Exception:  # a class may do anything when it is asked
+            return []
 
     # ---- after a collective that could not complete
 

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import stat
 import time
 import zipfile
 
@@ -252,6 +253,52 @@ def read_again(place):
     for learner in found:
         learner.refresh()
     return found
+
+
+def test_what_is_uploaded_is_checked_and_replaces_only_zips_of_the_lab(tmp_path, monkeypatch):
+    place, runs = tmp_path / "class", tmp_path / "runs"
+    place.mkdir()
+    tried(runs, ddp__steps=(1, True))
+    hand_in(runs, tmp_path / "ada.zip", monkeypatch)
+    first = (tmp_path / "ada.zip").read_bytes()
+    tried(runs, ddp__steps=(5, True))
+    hand_in(runs, tmp_path / "ada.zip", monkeypatch)
+    good = (tmp_path / "ada.zip").read_bytes()
+    (tmp_path / "theirs.zip").write_bytes(first)
+    (place / "link.zip").symlink_to(tmp_path / "theirs.zip")
+    (place / "thesis.zip").write_bytes(b"mine")
+    (place / "folder.zip").mkdir()
+    found = Class(place)
+    assert found.take_in([("ada.zip", first), ("ada.zip", good), ("Zoë Ünal.ZIP", first)]) == (3, [])
+    assert {row.learner: row.attempts for row in found.read().rows if not row.trouble} == {"ada": 5, "Zoë Ünal": 1}
+    assert stat.S_IMODE((place / "ada.zip").stat().st_mode) == 0o600
+    names = (
+        "../out.zip",
+        "/tmp/x.zip",
+        "a\\b.zip",
+        ".hidden.zip",
+        "_x.zip",
+        "a\0.zip",
+        "a\n.zip",
+        "ada",
+        "a" * 200 + ".zip",
+    )
+    added, refused = found.take_in([(name, good) for name in (*names, "link.zip", "thesis.zip", "folder.zip")])
+    assert added == 0 and len(refused) == len(names) + 3 and "was not written by labkit" in refused[-2]
+    added, refused = found.take_in(
+        [("b.zip", b"PK nothing"), ("c.zip", b"0" * (17 << 20)), ("d.zip", zipped({"x": b""}))]
+    )
+    assert (added, [why.split(": ")[0] for why in refused]) == (0, ["b.zip", "c.zip", "d.zip"])
+    assert (tmp_path / "theirs.zip").read_bytes() == first and (place / "thesis.zip").read_bytes() == b"mine"
+    assert sorted(path.name for path in place.iterdir()) == [
+        "Zoë Ünal.ZIP",
+        "ada.zip",
+        "folder.zip",
+        "link.zip",
+        "thesis.zip",
+    ]
+    found.hide_names = True
+    assert found.take_in([("Quill", b"")]) == (0, ["a file: its name is not that of a learner with .zip after it"])
 
 
 def test_a_zip_of_a_whole_runs_folder_is_read_like_the_small_one(tmp_path, monkeypatch):

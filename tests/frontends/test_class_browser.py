@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import stat
 import time
 
 import pytest
@@ -62,6 +63,38 @@ def test_a_teacher_sees_the_class_and_hides_names(page, jupyter, folder):
     picture(page, "91-class-without-names")
     panel.get_by_role("button", name="Hide names").click()
     sync_api.expect(panel.locator(".learners")).to_contain_text("Amara Adler")
+
+
+def test_a_teacher_uploads_zips(page, jupyter, tmp_path, monkeypatch):
+    place, sent = tmp_path / "winter", tmp_path / "sent"
+    place.mkdir()
+    sent.mkdir()
+    tried(tmp_path / "runs", ddp__steps=(2, True))
+    hand_in(tmp_path / "runs", sent / "Ada <b>Quill.zip", monkeypatch)
+    (sent / "Ada Quill.zip").write_bytes((sent / "Ada <b>Quill.zip").read_bytes())
+    (sent / "essay.zip").write_bytes(b"PK nothing")
+    (jupyter.work / "winter.py").write_text(HEADER + f"from labkit import classroom\nclassroom({str(place)!r})\n")
+    open_notebook(page, jupyter, "winter.py")
+    command(page, "notebook:run-all-cells")
+    panel = page.locator(".labkit", has=page.locator(".labkit-class"))
+    sync_api.expect(panel).to_contain_text("No learner is here yet")
+    with page.expect_file_chooser() as chosen:
+        panel.get_by_role("button", name="Add zips").click()
+    chosen.value.set_files(sorted(sent.iterdir()))
+    sync_api.expect(panel.locator(".learners tbody tr")).to_have_count(1)
+    sync_api.expect(panel.locator(".learners tbody tr")).to_contain_text("Ada Quill")
+    sync_api.expect(panel).to_contain_text("1 zip added")
+    sync_api.expect(panel.locator(".labkit-finding")).to_contain_text(
+        ["Ada <b>Quill.zip: its name is not that of a learner", "essay.zip: the zip is damaged"]
+    )
+    for theme in ("Dark", "Light"):
+        set_theme(page, theme)
+        panel.screenshot(path=PICTURES / f"93-class-upload-{theme.lower()}.png")
+        assert violations(page, ".labkit") == []
+    panel.get_by_role("button", name="Hide names").click()
+    sync_api.expect(panel).not_to_contain_text("Quill")
+    (path,) = place.iterdir()
+    assert path.name == "Ada Quill.zip" and stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -130,6 +130,7 @@ def test_values_travel_to_the_notebook_and_back(front):
         ("%ranks begin", "'begin' is not known; there are %ranks, %ranks stop"),
         ("%ranks pull x.y", "the name of a variable is needed, got 'x.y'"),
         ("%%ranks\ninput('?')", "RuntimeError: input() cannot ask anyone on a rank"),
+        ("%%ranks\nbreakpoint()", "RuntimeError: breakpoint() cannot ask anyone on a rank"),
     ],
 )
 def test_what_is_not_possible_is_one_sentence(front, code, words):
@@ -177,9 +178,11 @@ def test_an_interrupt_of_python_code_keeps_the_variables_and_the_kernel(front):
 
 
 def test_names_on_ranks_are_completed_in_their_cells(front):
-    front.shows("%%ranks\nlearning_rate_of_rank = 1")
+    front.shows("%%ranks\nlearning_rate_of_rank = torch.ones(1)")
     code = "%%ranks\nlearning_r"
     assert "learning_rate_of_rank" in front.completes(code) and not front.completes("learning_r")
+    assert "learning_rate_of_rank.untyped_storage" in front.completes("%%ranks\nlearning_rate_of_rank.untyped_")
+    assert not front.completes("%%ranks\nmissing_on_ranks.untyped_")
 
 
 def test_restart_and_stop_say_that_variables_are_lost(front, kernel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import calendar
+import io
 import os
 import stat
 import time
@@ -20,7 +21,7 @@ from msgspec import Struct
 from labkit.analysis.diagnose import NAMES
 from labkit.analysis.diagnose.finding import shorter
 from labkit.analysis.guess import FIGURES
-from labkit.common.files import MARK
+from labkit.common.files import MARK, require_replaceable, write_atomically
 from labkit.common.reading import open_regular
 from labkit.common.units import counted, size
 from labkit.course.exercises import LABS, Noted, exercises
@@ -45,6 +46,8 @@ _SAMPLES = "system.jsonl"  # written five times per second while a run is under 
 _MOST = 1 << 20  # bytes of a document
 _MOST_ZIP = 16 << 20  # bytes of a zip
 _ENTRIES = 50_000  # of a zip
+_LONGEST_NAME = 120  # characters of the name of a zip that is uploaded
+_NOT_IN_NAMES = '/\\:*?"<>|'  # on any system
 _RUNS_AT_ONCE, _BYTES_AT_ONCE = 200, 16 << 20  # that one refresh reads of one learner; the bytes also of a zip
 AHEAD = 60.0  # seconds by which the clock of another machine may be ahead
 _TITLE = 200  # characters of what happened, or of its fix
@@ -110,15 +113,15 @@ class InFolder:
 
 
 class InZip:
-    """The documents of a zip, which are read up to a limit when it is opened; nothing is unpacked. `Damaged` if it is
-    none."""
+    """The documents of a zip (its path, or its content), which are read up to a limit when it is opened; nothing is
+    unpacked. `Damaged` if it is none."""
 
-    def __init__(self, path: Path):
+    def __init__(self, source: Path | bytes):
         self._files: dict[str, bytes] = {}
         self._times: dict[str, float] = {}
         try:
-            with open_regular(path) as file:
-                if os.fstat(file.fileno()).st_size > _MOST_ZIP:
+            with io.BytesIO(source) if isinstance(source, bytes) else open_regular(source) as file:
+                if file.seek(0, os.SEEK_END) > _MOST_ZIP:
                     raise Damaged(f"the zip is larger than {size(_MOST_ZIP)}; labkit progress --zip writes a small one")
                 with zipfile.ZipFile(file) as archive:
                     self._read(archive)
@@ -447,6 +450,24 @@ def _guesses(lab: str, summary: Summary) -> tuple[GuessMade, ...]:
 def far(error: float | None) -> float:
     """The size of an error; infinite if nothing was expected to be measured."""
     return float("inf") if error is None else abs(error)
+
+
+def take_in(folder: Path, name: str, content: bytes) -> None:
+    """Puts a zip that was uploaded into the folder of a class, where only its owner can read it. Of what has this name
+    already, only a zip that the lab has written is replaced, and a link is not followed. `name` and `content` may be
+    hostile.
+
+    Raises `Damaged` if it is no zip of a learner, or cannot be written.
+    """
+    forbidden = any(not letter.isprintable() or letter in _NOT_IN_NAMES for letter in name)
+    if forbidden or name.startswith((".", "_")) or not name.lower().endswith(".zip") or len(name) > _LONGEST_NAME:
+        raise Damaged("its name is not that of a learner with .zip after it")
+    InZip(content)
+    try:
+        require_replaceable(folder / name)
+        write_atomically(folder / name, content, private=True)
+    except OSError as error:
+        raise Damaged(f"it cannot be written: {error.strerror}") from None
 
 
 # ---- what a learner hands in

@@ -26,7 +26,17 @@ from labkit.common.files import user_cache, write_atomically
 from labkit.common.reading import is_folder, read_regular
 from labkit.common.text import visible_line
 from labkit.course.build.grade import TOPICS
-from labkit.course.classroom.learners import AHEAD, Failure, GuessMade, Learner, Ran, Record, known_exercises
+from labkit.course.classroom.learners import (
+    AHEAD,
+    Damaged,
+    Failure,
+    GuessMade,
+    Learner,
+    Ran,
+    Record,
+    known_exercises,
+    take_in,
+)
 from labkit.course.exercises import LABS
 from labkit.record.files import names_below
 from labkit.setup.environment import CLONE
@@ -190,6 +200,18 @@ class Class:
         records = {name: learner.record for name, learner in self._learners.items()}
         folder = "" if self.hide_names else visible_line(self._folder.name)
         return overview(folder, records, self._shown(names), self._graded(), self.minutes, self.hide_names, notes)
+
+    def take_in(self, files: Iterable[tuple[str, bytes]]) -> tuple[int, list[str]]:
+        """Puts zips that were uploaded, by name and content, into the folder; returns how many, and about each of the
+        others why not."""
+        added, refused = 0, []
+        for name, content in files:
+            try:
+                take_in(self._folder, name, content)
+                added += 1
+            except Damaged as why:
+                refused.append(f"{'a file' if self.hide_names else visible_line(name)}: {why}")
+        return added, refused
 
     def _is_learner(self, name: str) -> bool:
         if name.startswith((".", "_")):

@@ -65,11 +65,10 @@ _Handler: TypeAlias = Callable[[Message], None]
 
 
 class Group:
-    """Ranks that stay, and the connection to each. `names` are the variables that their cells have defined."""
+    """Ranks that stay, and the connection to each."""
 
     def __init__(self, spec: Spec):
         self.spec = spec
-        self.names: list[str] = []
         self._connections: dict[int, Connection] = {}
         self._inbox: deque[Message] = deque()
         self._arrived = threading.Event()

@@ -14,6 +14,7 @@ import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -260,7 +261,6 @@ class KeptCell:
         """Makes the process group again if a collective was ended, or if the ranks have called different numbers of
         them; returns what to say."""
         done = [rank.done for rank in self._ranks.values() if rank.done is not None]
-        self._group.names = sorted({name for message in done for name in message["names"]})
         calls = {message["calls"] for message in done}
         failed = any(message["error"] for message in done)
         if self._cut is None and not (failed and len(calls) > 1):
@@ -560,7 +560,6 @@ def _push(group: Group, name: str, some: Sequence[str]) -> None:
     for rank, message in group.ask(chosen, "push", "pushed", data, name=name, tree=tree).items():
         if message.fields["error"]:
             raise CellError(f"{name} {message.fields['error']} on rank {rank}")
-    group.names = sorted({*group.names, name})
     print(f"{name} is set on {ranks_text(chosen)}")
 
 
@@ -617,10 +616,12 @@ def _size(count: float | None) -> str:
 
 @context_matcher()
 def _complete(context: Any) -> dict[str, Any]:
-    """In a cell for ranks: the names that they hold."""
+    """In a cell for ranks: the variables of rank 0, and after a dot the attributes of one of them."""
     first = context.full_text.lstrip().partition("\n")[0]
     of_ranks = first.startswith("%%ranks") or (first.startswith("%%torchrun") and KEEP in first)
-    names = _group.names if _group is not None and of_ranks else []
-    token = context.token
-    found = [SimpleCompletion(name, type="rank") for name in names if token and name.startswith(token)]
-    return {"completions": found, "suppress": False}
+    names: list[str] = []
+    if _group is not None and not _group.run.state.over and of_ranks and context.token:
+        with suppress(RanksGone):
+            answer = _group.ask([0], "complete", "completed", text=context.token)[0]
+            names = answer.fields["names"]
+    return {"completions": [SimpleCompletion(name, type="rank") for name in names], "suppress": False}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labkit.common.arguments import Number
 from labkit.common.text import escape
+from labkit.common.units import counted
 from labkit.course.classroom import page
 from labkit.course.classroom.overview import Class, Overview
 from labkit.figures.tables import table_text
@@ -76,15 +78,32 @@ class ClassPanel:
         self.hide = widgets.ToggleButton(description="Hide names", tooltip=hint, value=self._class.hide_names)
         self.hide.add_class("labkit-hide")
         self.hide.observe(lambda change: self._hide(change["new"]), "value")
-        actions = widgets.HBox([self.title, self.hide, self._said, Presentation().box])
+        hint = "Zips that learners have sent you, into the folder of the class: NAME.zip is the learner NAME"
+        self.upload = widgets.FileUpload(description="Add zips", accept=".zip", multiple=True, tooltip=hint)
+        self.upload.add_class("labkit-upload")
+        self.upload.observe(lambda change: self._take_in(change["new"]), "value")
+        self._added = widgets.HTML()
+        actions = widgets.HBox([self.title, self.upload, self.hide, self._said, Presentation().box])
         actions.add_class("labkit-actions")
-        widget = widgets.VBox([style(), widgets.HTML(page.style(), layout={"display": "none"}), actions, self.body])
+        widget = widgets.VBox(
+            [style(), widgets.HTML(page.style(), layout={"display": "none"}), actions, self._added, self.body]
+        )
         widget.add_class("labkit")
         return widget
+
+    def _take_in(self, files: Sequence[Mapping[str, Any]]) -> None:
+        if not files:  # emptied below
+            return
+        with self._lock:
+            added, refused = self._class.take_in((file["name"], bytes(file["content"])) for file in files)
+        self._added.value = f"{counted(added, 'zip')} added" + "".join(map(sentence_html, refused))
+        self.upload.value = ()  # a notebook is saved with the values of its widgets
+        self._draw()
 
     def _hide(self, hidden: bool) -> None:
         with self._lock:
             self._class.hide_names = hidden
+        self._added.value = ""  # it may have names
         self._draw()
 
     def _follow(self, over: threading.Event) -> None:

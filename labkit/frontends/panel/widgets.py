@@ -44,3 +44,4 @@ Button, ToggleButton = partial(_made, ipywidgets.Button), partial(_made, ipywidg
 ToggleButtons, Dropdown = partial(_made, ipywidgets.ToggleButtons), partial(_made, ipywidgets.Dropdown)
 Text, BoundedIntText = partial(_made, ipywidgets.Text), partial(_made, ipywidgets.BoundedIntText)
 Combobox, Checkbox = partial(_made, ipywidgets.Combobox), partial(_made, ipywidgets.Checkbox)
+FileUpload = partial(_made, ipywidgets.FileUpload)
