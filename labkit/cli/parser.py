@@ -215,6 +215,9 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         nargs="+",
         help="traces of torch.profiler, dumps of the flight recorder, memory snapshots, logs, or their folder",
     )
+    explain.add_argument(
+        "--keep", metavar="NAME", help="make a run of them, for show, compare, export, handout and the panel"
+    )
 
     add_jobs(commands.add, _add_fields, _number)
 
