@@ -286,7 +286,7 @@ def recorded_words(folder: RunFolder) -> str:
     where = counted or f"{number} CPU rank{'' if number == 1 else 's'}"
     hosts = dict.fromkeys(start.host for start in begun if start.host)
     said = f"recorded on {when}, on {where}" + (f" of {', '.join(hosts)}" if hosts else "")
-    return said if folder.read_imported() is None else f"imported, not launched here; {said}"
+    return said if folder.read_imported() is None else said.replace("recorded", "imported; ran", 1)
 
 
 def torch_of(folder: RunFolder) -> str:

@@ -241,14 +241,13 @@ class Recorded:
             f" {escape(recorded_words(folder))}</div>"
         )
         imported = folder.read_imported()
-        of = (
-            ""
-            if imported is None
-            else f", made from {counted(len(imported.sources), 'file')} of a job that ran elsewhere"
-        )
+        if imported is None:
+            about = f"Replay of run {folder.name} with its recorded timing; nothing is training now."
+        else:
+            files = counted(len(imported.sources), "file")
+            about = f"Imported from {files}, not launched here: run {folder.name}, with the timing of its files."
         self._said.value = (
-            f'<div class="labkit-explanation"><div>Replay of run {escape(folder.name)}{of}, with its recorded timing; '
-            "nothing is training now.</div>"
+            f'<div class="labkit-explanation"><div>{escape(about)}</div>'
             "<div>Play it, or point at any moment of its time line below.</div></div>"
         )
 

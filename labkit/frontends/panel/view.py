@@ -391,8 +391,8 @@ class RunView:
             self.stop()
 
     def open(self, folder: RunFolder, beside: RunFolder | None = None) -> None:
-        """Shows the beginning of a recorded run, or the end of an imported one, and its time line; with another one `beside` it, in step. Reads all of
-        their events."""
+        """Shows the beginning of a recorded run, or the end of an imported one, and its time line; with another one
+        `beside` it, in step. Reads all of their events."""
         self._job, self._recorded, self._stopping = None, True, False
         self._folder = folder
         others = [beside] if beside else []
