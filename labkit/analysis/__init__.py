@@ -27,7 +27,8 @@ outcome in numbers and sentences.
 PyTorch otherwise.
 
 `analysis/foreign/` reads files of jobs that ran without the lab (traces of torch's profiler, dumps of its flight
-recorder, memory snapshots, logs) and says what happened there.
+recorder, memory snapshots, logs) and says what happened there, also as events of a run. `analysis/changes.py` says
+what changed between two runs, from their profiled steps.
 
 `analysis/comparison.py` has the rows of a comparison, live or recorded, for every front end. `plan` in
 `runs/comparing.py` settles all Specs before the first run starts (the same global batch, seed and order of samples;

@@ -445,9 +445,11 @@ def _row(state: RunState, number: int) -> list[RenderableType]:
     rank = state.ranks.get(number) or RankState(number)
     steps, code = rank.steps, state.exit_code(number)
     seconds, phases = step_seconds(state, number, now=True), phase_seconds(state, number, now=True)
-    memory = [steps.memory[name][-1] if len(steps) else math.nan for name in ("allocated", "peak")]
+    memory = [steps.memory[name][-1] for name in ("allocated", "peak")] if len(steps) else [math.nan] * 2
+    if not len(steps) and rank.peak_memory is not None:
+        memory[1] = float(rank.peak_memory)
     cells = (
-        visible_line(str(rank.device)) if rank.started else "–",
+        visible_line(str(rank.device)) if rank.started is not None else "–",
         str(int(steps.step[-1])) if len(steps) else "–",
         formatted(steps.loss[-1] if len(steps) else None, ".4f"),
         formatted(rank_throughput(state, number, now=True), ",.0f"),
