@@ -42,7 +42,7 @@ def summarise(state: RunState, run: str = "") -> Summary:
         steps=state.step,
         seconds=Durations(
             total=_rounded(state.seconds),
-            to_first_step=_rounded(elapsed(state.status.started, max(first, default=None))),
+            to_first_step=None if state.imported else _rounded(elapsed(state.status.started, max(first, default=None))),
         ),
         samples_per_second=_rounded(speed.samples_per_second),
         tokens_per_second=_rounded(speed.tokens_per_second),

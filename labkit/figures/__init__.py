@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from labkit.analysis.metrics import expert_loads
+from labkit.analysis.metrics import expert_loads, throughput
 from labkit.common.arguments import shown
 from labkit.figures.as_svg import drawing
 from labkit.figures.charts import CHARTS
@@ -42,7 +42,13 @@ LIVE = ("loss", "throughput", "memory", "phases")  # charts that grow with every
 
 
 def live(state: RunState) -> tuple[str, ...]:
-    """The names of the charts that are shown while a run trains: the load of experts only if it has any."""
+    """The names of the charts that are shown while a run trains: the load of experts only if it has any. Of an imported
+    run, only those that its files have data for: empty axes would look as if it had trained without any."""
+    if state.imported:
+        ranks = [rank for rank in state.ranks.values() if len(rank.steps)]
+        peaks = any(rank.steps.peak is not None for rank in ranks)
+        known = {"loss": state.loss_at(), "throughput": throughput(state), "memory": peaks or None}
+        return tuple(name for name in LIVE if ranks and known.get(name, True) is not None)
     return (*LIVE, "experts") if expert_loads(state)[1] else LIVE
 
 

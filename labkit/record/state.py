@@ -402,9 +402,9 @@ class RunState:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the request to the end of the run; None before the end, or if the recorded clock ran
-        backwards."""
-        return elapsed(self.status.started, self.status.ended)
+        """Seconds from the request to the end of the run; None before the end, if the recorded clock ran backwards, and
+        for an imported run, whose files have a part of it."""
+        return None if self.imported else elapsed(self.status.started, self.status.ended)
 
     @property
     def now(self) -> float | None:

@@ -54,7 +54,7 @@ def test_files_of_another_job_become_runs_that_are_replayed_and_compared(page, j
     sync_api.expect(panel.locator(".labkit-timeline")).to_contain_text("all_reduce")
     picture(page, "92-imported-timeline")
     nothing_is_cut_off(panel)
-    set_theme(page, "JupyterLab Dark")
+    set_theme(page, "Dark")
     picture(page, "93-imported-timeline-dark")
 
     panel.get_by_role("tab", name="Compare").click()
@@ -68,6 +68,6 @@ def test_files_of_another_job_become_runs_that_are_replayed_and_compared(page, j
     sync_api.expect(changes).to_contain_text("Most of it is compute")
     sync_api.expect(changes.locator("tr", has_text="rank 1")).to_contain_text("compute")
     picture(page, "94-imported-compared-dark")
-    set_theme(page, "JupyterLab Light")
+    set_theme(page, "Light")
     picture(page, "95-imported-compared")
     nothing_is_cut_off(panel)
