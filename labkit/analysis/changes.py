@@ -119,7 +119,15 @@ def of_folders(before: RunFolder, after: RunFolder) -> Changes | None:
     followers = Follower(before), Follower(after)
     for follower in followers:
         follower.poll()
-    return changes(before.name, followers[0].state, after.name, followers[1].state)
+    old, new = (follower.state for follower in followers)
+    names = [name_of(old, before.name), name_of(new, after.name)]
+    names = names if len(set(names)) == 2 else [before.name, after.name]
+    return changes(names[0], old, names[1], new)
+
+
+def name_of(state: RunState, run: str) -> str:
+    """What a run without a strategy is called: an imported one by the name that it was given."""
+    return state.spec.script if state.imported and state.spec.script else run
 
 
 def changes(before: str, old: RunState, after: str, new: RunState) -> Changes | None:

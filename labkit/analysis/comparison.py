@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from labkit.analysis.changes import Changes
+from labkit.analysis.changes import Changes, name_of
 from labkit.analysis.equivalence import REFERENCE, Badge, badge, training
 from labkit.analysis.guess import SPEEDUP
 from labkit.analysis.metrics import efficiency, phase_shares, training_time
@@ -179,7 +179,7 @@ def _row(state: RunState, run: str) -> Row:
     sent = [rank.comm_bytes_per_step for rank in summary.ranks if rank.comm_bytes_per_step is not None]
     row = Row(
         strategy=str(state.spec.strategy),
-        title=spec.strategy_row.title if spec else run,
+        title=spec.strategy_row.title if spec else name_of(state, run),
         workload=str(state.spec.workload),
         run=run,
         devices=state.spec.nproc or state.world_size,

@@ -101,7 +101,8 @@ def test_logs_become_ranks_with_their_findings(tmp_path):
     write_atomically(tmp_path / "job.out", f"[rank0]: step 1\n{lines}[rank1]: RuntimeError: shapes differ\n")
     state = read(kept(tmp_path / "job.out"))
     assert [*state.ranks] == [0, 1] and state.words == "imported, not launched here"
-    assert "rank 1 failed first" in " ".join(command("show", "job")[1].split())
+    [finding] = labkit.explain(tmp_path / "job.out").findings
+    assert finding.title in " ".join(command("show", "job")[1].split())
 
 
 # ---- what cannot be kept

@@ -215,7 +215,7 @@ class Card:
         self._text = widgets.HTML()
         self.button = widgets.Button()
         self.button.on_click(lambda _: self.question and on_run(self.question))
-        self.widget = widgets.VBox([self._text, self.button], layout={})
+        self.widget = widgets.VBox([self._text, self.button], layout={"display": "none"})
         self.widget.add_class("labkit-card")
 
     def show(self, question: Question | None) -> None:
@@ -408,9 +408,10 @@ class CompareTab:
 
     def _show(self, asked: int, folders: Sequence[RunFolder], before: str = "", after: str = "") -> None:
         """Shows recorded runs, unless something else was asked for in the meantime."""
-        when = recorded_words(max(folders, key=lambda run: run.name))
+        folders = sorted(folders, key=lambda run: run.name)  # the earlier one is before, the later one after
+        when = recorded_words(folders[-1])
         found = recorded(folders)
-        changed = of_folders(*sorted(folders, key=lambda run: run.name)) if len(folders) == 2 else None
+        changed = of_folders(*folders) if len(folders) == 2 else None
         sentence = f"{before}Recorded runs; nothing is running now. The newest was {when}.{after}"
         with self._lock:
             if asked == self._asked and not self.busy:
