@@ -30,6 +30,7 @@ from labkit.prediction.scale.check import check as check_rows
 from labkit.prediction.scale.step import estimate
 from labkit.prediction.timing import modelled, timed
 from labkit.record.follow import Follower
+from labkit.runs import importing
 from labkit.runs.comparing import Comparing, plan
 from labkit.runs.handle import Run, named, with_ranks
 from labkit.runs.notebook import cell, in_notebook
@@ -89,17 +90,20 @@ def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: An
     return Comparing(*plan(strategies, **fields), cold=cold, show=show).start()
 
 
-def explain(*paths: str | os.PathLike[str]) -> Explained:
+def explain(*paths: str | os.PathLike[str], keep: str | None = None) -> Explained:
     """What files of a job say that ran anywhere: traces of torch's profiler, dumps of its flight recorder or debug
     server, snapshots of CUDA memory, reports of NCCL's RAS, and logs of torchrun, Slurm or Kubernetes.
 
     A folder stands for the files in it, and in its folders, that can be explained. Nothing in a file is executed.
+    With a name in `keep`, what they say becomes a run of this name, which is shown, compared and exported as any other.
     Raises `ForeignError` (a `ValueError`) with one sentence for a file that cannot be read, `TypeError` for a value
     that is no path.
     """
     if not paths:
         raise ValueError("explain needs the path of a file or folder, such as explain('traces/')")
-    return Explained(pages_of(Path(check_path("path", path)) for path in paths))
+    name = None if keep is None else importing.check_name(keep)
+    pages = pages_of([Path(check_path("path", path)) for path in paths])
+    return Explained(pages, "" if name is None else importing.keep(pages, name).name)
 
 
 def predict(what: str | Spec, *, machine: str | None = None, **fields: Any) -> Prediction:

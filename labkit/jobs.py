@@ -142,6 +142,11 @@ def of_spec(spec: Spec, nodes: int = 1) -> Portable:
 
 def of_run(folder: RunFolder, nodes: int = 1) -> Portable:
     """The job of a recorded run: the script that ran, with the version of torch that ran it. Raises `SpecError`."""
+    if folder.read_imported() is not None:
+        raise SpecError(
+            "name",
+            f"{folder.name} was imported, not launched here, so there is no script to pack; pack one by its path",
+        )
     spec = folder.read_spec().to_spec()
     version = torch_of(folder).partition("+")[0]
     if spec.resume is None and folder.script.is_file():

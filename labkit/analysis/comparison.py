@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from labkit.analysis.changes import Changes, name_of
 from labkit.analysis.equivalence import REFERENCE, Badge, badge, training
 from labkit.analysis.guess import SPEEDUP
 from labkit.analysis.metrics import efficiency, phase_shares, training_time
@@ -178,7 +179,7 @@ def _row(state: RunState, run: str) -> Row:
     sent = [rank.comm_bytes_per_step for rank in summary.ranks if rank.comm_bytes_per_step is not None]
     row = Row(
         strategy=str(state.spec.strategy),
-        title=spec.strategy_row.title if spec else run,
+        title=spec.strategy_row.title if spec else name_of(state, run),
         workload=str(state.spec.workload),
         run=run,
         devices=state.spec.nproc or state.world_size,
@@ -202,10 +203,11 @@ def _row(state: RunState, run: str) -> Row:
     return replace(row, seconds=seconds, epoch_seconds=seconds / steps * spec.steps_per_epoch)
 
 
-def document(found: Sequence[Row], left_out: Mapping[str, str]) -> dict[str, Any]:
-    """The object that `compare --json` prints."""
+def document(found: Sequence[Row], left_out: Mapping[str, str], changed: Changes | None = None) -> dict[str, Any]:
+    """The object that `compare --json` prints; what `changed` between two runs, if that is known."""
     elsewhere = {"note": RECORDED_NOTE, "rows": [_measured(row) for row in recorded_elsewhere(found)]}
-    return {"rows": [row.to_json() for row in found], "left_out": dict(left_out), "recorded_elsewhere": elsewhere}
+    said = {"rows": [row.to_json() for row in found], "left_out": dict(left_out), "recorded_elsewhere": elsewhere}
+    return said | ({"changes": changed.to_json()} if changed else {})
 
 
 def _measured(row: Row) -> dict[str, Any]:

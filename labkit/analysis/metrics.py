@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy
@@ -61,7 +61,12 @@ def _known(values: Iterable[float]) -> numpy.ndarray:
 
 def counted_steps(rank: RankState) -> int:
     """The number of steps of a rank that count in its figures."""
-    return max(0, len(rank.steps) - rank.first_step - WARM_UP)
+    return max(0, len(rank.steps) - rank.first_step - warm_up(rank))
+
+
+def warm_up(rank: RankState) -> int:
+    """How many first steps of an attempt count in no figure of a rank."""
+    return 0 if rank.steady else WARM_UP
 
 
 # ---- the time of a step
@@ -106,7 +111,7 @@ def _rank(state: RunState, number: int) -> RankState:
 
 def _begin(state: RunState, rank: RankState, now: bool) -> int:
     """The index of the first step that counts."""
-    first = rank.first_step + WARM_UP
+    first = rank.first_step + warm_up(rank)
     return max(first, len(rank.steps) - RECENT) if now and not state.over else first
 
 
@@ -148,7 +153,9 @@ def rolling_throughput(rank: RankState, first: int, last: int) -> numpy.ndarray:
     if unknown. The first step is part of its own value only.
     """
     index = numpy.arange(first, last)
-    begins = numpy.maximum(numpy.minimum(index, WARM_UP), index - _WINDOW + 1)  # of the window that ends with each step
+    begins = numpy.maximum(
+        numpy.minimum(index, warm_up(rank)), index - _WINDOW + 1
+    )  # of the window that ends with each step
     least = int(begins[0]) if len(begins) else first
     part = slice(rank.first_step + least, rank.first_step + last)
     sums = _measured(rank.steps.samples[part], rank.steps.seconds[part]).cumsum(axis=1)
@@ -198,7 +205,9 @@ def training_time(state: RunState) -> tuple[float, int]:
     ranks = [rank for rank in state.ranks.values() if counted_steps(rank)]
     if not ranks or len(ranks) < state.world_size:
         return 0.0, 0
-    begin = max(rank.steps.t[rank.first_step + WARM_UP - 1] for rank in ranks)
+    if any(rank.first_step + warm_up(rank) < 1 for rank in ranks):
+        return 0.0, 0  # when the first step began is not recorded
+    begin = max(rank.steps.t[rank.first_step + warm_up(rank) - 1] for rank in ranks)
     end = max([rank.steps.t[-1] for rank in ranks] + [metric.t for metric in state.metrics if metric.t])
     return end - begin, min(counted_steps(rank) for rank in ranks)
 
@@ -288,12 +297,16 @@ class Efficiency:
         return said + (f", MFU {100 * self.mfu:.1f} %" if self.mfu is not None else "")
 
 
+_OF_FILES = "FLOP/s are not known: the files of an imported run do not have the samples and operations of a step"
+
+
 @per_revision
 def efficiency(state: RunState, now: bool = False) -> Efficiency:
     """Of a run, as measured; with `now`, over the newest steps as in `metrics`."""
     steps = [step_seconds(state, number, now) for number in state.ranks]
     slowest = max((seconds for seconds in steps if seconds), default=None) if None not in steps else None
-    return _efficiency(state.asked, state.prediction, throughput(state, now), slowest)
+    found = _efficiency(state.asked, state.prediction, throughput(state, now), slowest)
+    return replace(found, mfu_missing=_OF_FILES) if state.imported and found.mfu_missing else found
 
 
 def predicted_efficiency(plan: Plan, spec: Spec | None) -> Efficiency:

@@ -58,6 +58,16 @@ def overlap(one: Timeline) -> tuple[float, float]:
     return under_way, sum(one.exposed.values())
 
 
+def parts(one: Timeline) -> dict[str, float]:
+    """Seconds of a profiled step in which the rank computed, in which communication was exposed, in which memory was
+    copied, if that is known, and in which it was idle."""
+    computed = sum(end - start for start, end in one.busy) if one.computed is None else one.computed
+    exposed_seconds = sum(one.exposed.values())
+    copies = {} if one.copies is None else {"copies of memory": one.copies}
+    idle = max(0.0, one.seconds - computed - exposed_seconds) if one.idle is None else one.idle
+    return {"compute": computed, "exposed communication": exposed_seconds, **copies, "idle": idle}
+
+
 def profiled_steps(state: RunState) -> list[int]:
     """The steps of which at least one rank has a timeline."""
     return sorted({step for rank in state.ranks.values() for step in rank.timelines})

@@ -42,7 +42,7 @@ def summarise(state: RunState, run: str = "") -> Summary:
         steps=state.step,
         seconds=Durations(
             total=_rounded(state.seconds),
-            to_first_step=_rounded(elapsed(state.status.started, max(first, default=None))),
+            to_first_step=None if state.imported else _rounded(elapsed(state.status.started, max(first, default=None))),
         ),
         samples_per_second=_rounded(speed.samples_per_second),
         tokens_per_second=_rounded(speed.tokens_per_second),
@@ -56,7 +56,7 @@ def summarise(state: RunState, run: str = "") -> Summary:
         nodes=node_changes(state),
         failure=state.failure,
         broken_lines=state.broken,
-        ranks=[_rank(state, number) for number in range(state.world_size)],
+        ranks=[_rank(state, number) for number in state.listed_ranks],
         note=state.note,
         replicas=replica_figures(state),
         gil_wait=_rounded(gil_wait(state)),

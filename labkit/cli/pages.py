@@ -122,13 +122,17 @@ def explain(args: argparse.Namespace) -> int:
     with Progress() as progress:
         progress.step("reading the files")
         try:
-            found = explained(*args.paths)
+            found = explained(*args.paths, keep=args.keep)
         except ValueError as error:
             raise Refused(str(error), code=1) from None
+        except OSError as error:
+            raise Refused(f"{error.filename} cannot be written: {error.strerror}", code=1) from None
     if args.json:
         print(json.dumps(found.to_json()))
     else:
         console(args, WIDE).print(explanation(found))
+        if found.run:
+            say("", f"kept as the run {found.run}; show it with: labkit show {found.run}")
     return 0
 
 

@@ -221,6 +221,9 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         help="traces of torch.profiler, dumps of the flight recorder or of torch's debug server, reports of NCCL's RAS,"
         " memory snapshots, logs, or their folder",
     )
+    explain.add_argument(
+        "--keep", metavar="NAME", help="make a run of them, for show, compare, export, handout and the panel"
+    )
 
     add_jobs(commands.add, _add_fields, _number)
 

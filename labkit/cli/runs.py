@@ -132,6 +132,8 @@ def logs(args: argparse.Namespace) -> int:
     from labkit.runs.handle import Run
 
     run = Run.attach(find(args.name).path)
+    if run.folder.read_imported() is not None:
+        raise Refused(f"{run.name} was imported, not launched here, so it has no output; read the job's own logs")
     try:
         run.check_rank(args.rank)
     except Unreadable:
@@ -202,6 +204,8 @@ def stop(args: argparse.Namespace) -> int:
         raise Refused(str(error), code=1) from None
     if trouble:
         words = f"its processes have been terminated; it cannot be read: {trouble}"
+    elif before == "imported":
+        words = "imported, not launched here, so there is nothing to stop"
     elif before in OVER:
         words = f"{before}; the processes that it has left have been terminated" if left else f"already {before}"
     if not trouble and words.endswith("lost"):
@@ -288,11 +292,11 @@ def clean(args: argparse.Namespace) -> int:
 
 def compare(args: argparse.Namespace) -> int:
     """Runs strategies and compares them, or compares recorded runs."""
-    from labkit.analysis import comparison
+    from labkit.analysis import changes, comparison
     from labkit.runs.comparing import Comparing, plan
 
     fields = fields_of(args)
-    stopped = False
+    stopped, changed = False, None
     if args.strategies is None:
         given = [name for name, value in fields.items() if value is not None and value != {}]
         if given:
@@ -311,7 +315,8 @@ def compare(args: argparse.Namespace) -> int:
             )
         found, left_out = comparison.recorded(folders), {}
         shown = console(args, WIDE)
-        shown.print(terminal.comparison(found, left_out))
+        changed = changes.of_folders(*folders) if len(args.runs) == 2 else None
+        shown.print(terminal.comparison(found, left_out, changed=changed))
         for name, why in unreadable.items():
             shown.print(f"  {name} is left out: it cannot be read ({why})", style="dim")
     else:
@@ -324,7 +329,7 @@ def compare(args: argparse.Namespace) -> int:
         found = _compared(Comparing(specs, left_out, cold=args.cold), args)
         stopped = any(row.words in ("stopped", "not started") for row in found)
     if args.json:
-        print(json.dumps(comparison.document(found, left_out)))
+        print(json.dumps(comparison.document(found, left_out, changed)))
     if stopped:
         return 130
     return 1 if any(row.failed for row in found) else 0

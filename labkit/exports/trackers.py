@@ -190,7 +190,7 @@ class Wandb:
         self._run.summary.update(_summary_series(end))
         self._run.notes = visible(end.notes)
         self._run.tags = tuple(dict.fromkeys(finding.name[:64] for finding in end.summary.findings))
-        self._finish(int(end.summary.state != "finished"))
+        self._finish(int(end.summary.state not in ("finished", "imported")))
 
     def close(self) -> None:
         """Ends the run as failed."""
@@ -262,7 +262,7 @@ class Mlflow:
         self._client.set_tag(self._id, "mlflow.note.content", visible(end.notes))
         for finding in end.summary.findings:
             self._client.set_tag(self._id, f"finding.{finding.name}", visible(finding.title))
-        state = {"finished": "FINISHED", "stopped": "KILLED"}.get(end.summary.state, "FAILED")
+        state = {"finished": "FINISHED", "imported": "FINISHED", "stopped": "KILLED"}.get(end.summary.state, "FAILED")
         self._client.set_terminated(self._id, state, int(1000 * t))
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from labkit.analysis.metrics import expert_loads
+from labkit.analysis.metrics import expert_loads, phase_shares, throughput
 from labkit.common.arguments import shown
 from labkit.figures.as_svg import drawing
 from labkit.figures.charts import CHARTS
@@ -43,13 +43,33 @@ LIVE = ("loss", "throughput", "memory", "phases")  # charts that grow with every
 
 def live(state: RunState) -> tuple[str, ...]:
     """The names of the charts that are shown while a run trains: the load of experts only if it has any."""
+    if state.imported:
+        return tuple(name for name in _of_files(state) if name in LIVE)
     return (*LIVE, "experts") if expert_loads(state)[1] else LIVE
 
 
 def of_run(state: RunState) -> tuple[str, ...]:
     """The names of the charts that a run has data for: those of profiled steps only if there are any."""
+    if state.imported:
+        return _of_files(state)
     sampled = any(rank.timelines for rank in state.ranks.values())
     return (*live(state), *(name for name in NAMES if sampled and name not in (*LIVE, "experts")))
+
+
+def _of_files(state: RunState) -> tuple[str, ...]:
+    """The names of the charts that an imported run has data for: empty axes would look as if it had trained without
+    any."""
+    ranks = state.ranks.values()
+    known = {
+        "loss": state.loss_at() is not None,
+        "throughput": throughput(state) is not None,
+        "memory": any(rank.steps.peak is not None for rank in ranks),
+        "phases": bool(phase_shares(state)),
+        "timeline": any(rank.timelines for rank in ranks),
+        "memory_by_owner": any(rank.memory_step for rank in ranks),
+        "memory_of_step": any(rank.memory_step and len(rank.memory_step.times) > 1 for rank in ranks),
+    }
+    return tuple(name for name in NAMES if known.get(name))
 
 
 def chart(name: str, state: RunState) -> Chart:

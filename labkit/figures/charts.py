@@ -273,7 +273,7 @@ def _ranks(state: RunState) -> list[RankState]:
     """The ranks in order; before the first step of any rank, also the ranks that have not started."""
     known = dict(state.ranks)
     if not any(len(rank.steps) for rank in known.values()):
-        known = {number: RankState(number) for number in range(state.world_size)} | known
+        known = {number: RankState(number) for number in state.listed_ranks} | known
     return [rank for _, rank in sorted(known.items())]
 
 

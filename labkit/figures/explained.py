@@ -15,10 +15,12 @@ NO_FINDINGS = "Nothing stands out."
 
 
 class Explained:
-    """The pages about some files, one for each kind of files: findings first, then tables, then what cannot be told."""
+    """The pages about some files, one for each kind of files: findings first, then tables, then what cannot be told.
+    `run` is the name of the run that they were kept as, empty if they were not."""
 
-    def __init__(self, pages: Sequence[Page]):
+    def __init__(self, pages: Sequence[Page], run: str = ""):
         self.pages = tuple(pages)
+        self.run = run
 
     @property
     def findings(self) -> Findings:
@@ -28,6 +30,7 @@ class Explained:
     def to_json(self) -> dict[str, Any]:
         """The pages as plain values. Times are in seconds, sizes in bytes."""
         return {
+            **({"run": self.run} if self.run else {}),
             "pages": [
                 {
                     "title": page.title,
@@ -36,7 +39,7 @@ class Explained:
                     **page.figures,
                 }
                 for page in self.pages
-            ]
+            ],
         }
 
     def __repr__(self) -> str:

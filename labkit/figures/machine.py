@@ -161,7 +161,7 @@ class Scene:
 def scene(state: RunState) -> Scene:
     """The newest profiled step; before it the predicted one; before that, what the ranks hold. It stays the same object
     until another step is profiled or predicted."""
-    step, plan, world = newest(state), state.prediction, min(state.world_size, _CARDS)
+    step, plan, world = newest(state), state.prediction, min(state.listed_ranks[-1] + 1, _CARDS)
     ranks = [rank for rank in state.ranks.values() if rank.rank < world]
     found = {rank.rank: rank.timelines[step] for rank in ranks if step in rank.timelines}
     measured = {number: state.ranks[number].memory_step for number in found}

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from labkit.analysis.changes import Changes
 from labkit.analysis.comparison import HEADS, Row, cells, recorded_elsewhere, sentences
 from labkit.analysis.diagnose import Finding, findings
 from labkit.analysis.guess import sentences as predicted
@@ -277,9 +278,11 @@ def _figures(
     return table
 
 
-def comparison(rows: Sequence[Row], left_out: Mapping[str, str], final: bool = True) -> RenderableType:
-    """The table of a comparison with bars of the phases, recorded results of the same workload, and the sentences about
-    them.
+def comparison(
+    rows: Sequence[Row], left_out: Mapping[str, str], final: bool = True, changed: Changes | None = None
+) -> RenderableType:
+    """The table of a comparison with bars of the phases, recorded results of the same workload, the sentences about
+    them, and what changed between two runs.
     """
     phases = "phases of a step"
     table = FigureTable((*HEADS, phases), wrapped=(HEADS[-1], phases))
@@ -288,7 +291,13 @@ def comparison(rows: Sequence[Row], left_out: Mapping[str, str], final: bool = T
         table.add_row(*(Text(visible_line(cell)) for cell in cells(row)), PhaseBar(row.phases), style=style)
     for row in recorded_elsewhere(rows):
         table.add_row(*(Text(cell) for cell in (*cells(row)[:-1], "recorded elsewhere")), Text(""), style="dim")
-    said = [Text(f"  {visible_line(sentence)}", style="dim") for sentence in sentences(rows, left_out)] if final else []
+    said: list[RenderableType] = []
+    if final:
+        said += [Text(f"  {visible_line(sentence)}", style="dim") for sentence in sentences(rows, left_out)]
+    if changed:
+        said.append(Text(f"\n{visible_line(changed.sentence)}", style="bold"))
+        for part in changed.tables:
+            said += [Text(f"\n{visible_line(part.title)}", style="bold"), _figures(part.heads, part.rows, part.words)]
     return Group(table, phase_legend(), *said)
 
 
@@ -426,9 +435,9 @@ def _table(state: RunState, rows: int) -> RenderableType:
     table.add_column("phases", ratio=1, min_width=BAR[0])
     table.add_column("memory / peak", justify="right", no_wrap=True, min_width=16)
     table.add_column("exit", justify="right", no_wrap=True)
-    for number in range(min(rows, state.world_size)):
+    for number in state.listed_ranks[:rows]:
         table.add_row(*_row(state, number))
-    hidden = state.world_size - rows
+    hidden = len(state.listed_ranks) - rows
     return Group(table, Text(f"… and {hidden} more ranks", style="dim")) if hidden > 0 else table
 
 
@@ -436,9 +445,11 @@ def _row(state: RunState, number: int) -> list[RenderableType]:
     rank = state.ranks.get(number) or RankState(number)
     steps, code = rank.steps, state.exit_code(number)
     seconds, phases = step_seconds(state, number, now=True), phase_seconds(state, number, now=True)
-    memory = [steps.memory[name][-1] if len(steps) else math.nan for name in ("allocated", "peak")]
+    memory = [steps.memory[name][-1] for name in ("allocated", "peak")] if len(steps) else [math.nan] * 2
+    if not len(steps) and rank.peak_memory is not None:
+        memory[1] = float(rank.peak_memory)
     cells = (
-        visible_line(str(rank.device)) if rank.started else "–",
+        visible_line(str(rank.device)) if rank.started is not None else "–",
         str(int(steps.step[-1])) if len(steps) else "–",
         formatted(steps.loss[-1] if len(steps) else None, ".4f"),
         formatted(rank_throughput(state, number, now=True), ",.0f"),

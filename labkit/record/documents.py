@@ -51,10 +51,13 @@ from labkit.record.events import (
 from labkit.record.files import read_below
 from labkit.record.writer import VERSION
 
-GUESS = PLAN = SUMMARY = 1
+GUESS = PLAN = SUMMARY = IMPORTED = 1
 
-# In the order of a run's life; `ready` before the supervisor has written a status.
-State: TypeAlias = Literal["ready", "starting", "running", "stopping", "finished", "failed", "stopped", "lost"]
+# In the order of a run's life; `ready` before the supervisor has written a status. `imported`: the files of a job
+# that ran elsewhere, see `Imported`.
+State: TypeAlias = Literal[
+    "ready", "starting", "running", "stopping", "finished", "failed", "stopped", "lost", "imported"
+]
 StartMode: TypeAlias = Literal["warm", "cold"]
 
 
@@ -464,6 +467,18 @@ class FindingFigures(Figures):
     ranks: Ranks
 
 
+class Imported(Recorded):
+    """Where a run comes from that was not launched here but made from files of a job that ran elsewhere
+    (`imported.json`): the names of these files in `sources`, what those of each kind are in `titles`, what cannot be
+    told in `notes`, and the `findings`. Such a run has the figures that the files have; all others are unknown."""
+
+    sources: Annotated[list[Line], Meta(max_length=100_000)]
+    titles: Annotated[list[Line], Meta(max_length=1_000)] = field(default_factory=list)
+    notes: Annotated[list[Line], Meta(max_length=100_000)] = field(default_factory=list)
+    findings: Annotated[list[FindingFigures], Meta(max_length=1_000)] = field(default_factory=list)
+    v: Count | None = None
+
+
 class NodesFigures(Figures):
     """What happened to the nodes of a run on several, `seconds` after it was requested: `hosts` met, with so many
     `ranks`, or did not answer any more (cut off)."""
@@ -529,6 +544,7 @@ _LIMITS = {  # the largest size of each file in bytes
     "plan.json": 64 << 20,
     "guess.json": 1 << 20,
     "summary.json": 64 << 20,
+    "imported.json": 16 << 20,
 }
 _Document = TypeVar("_Document", bound=Recorded)
 

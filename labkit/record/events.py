@@ -133,7 +133,7 @@ class Sequence(Recorded):
 
 class Start(OfRank, tag_field="kind", tag="start"):
     """The start of a rank, in its attempt `attempt`; torch is imported by then. `began` is when the process started,
-    `device` is such as cpu or cuda:0."""
+    `device` is such as cpu or cuda:0. `steady`: earlier steps are not recorded, so that the first one is no warm-up."""
 
     device: Name = "cpu"
     device_name: Name = ""
@@ -144,6 +144,7 @@ class Start(OfRank, tag_field="kind", tag="start"):
     world_size: World | None = None
     torch: Name | None = None
     began: Time | None = None
+    steady: bool = False
 
 
 class Startup(OfRank, tag_field="kind", tag="startup"):
@@ -528,7 +529,8 @@ class Moment(OfRank, kw_only=True):
 class Timeline(Moment, kw_only=True, tag_field="kind", tag="timeline"):
     """What one profiled step did: `phases` [name, start, end], `comm`, its collectives, `busy` [start, end] (the rank
     computed), `marks` [name, start, end] (FSDP units, micro-batches), `exposed` seconds of communication by phase,
-    `left_out` calls that did not fit."""
+    `left_out` calls that did not fit. Of a profile of another job, `computed`, `copies` and `idle` are the seconds
+    in which it computed, memory was copied, and nothing ran; `kernels` [name, count, seconds] take longest."""
 
     comm: Calls
     marks: Spans
@@ -537,6 +539,10 @@ class Timeline(Moment, kw_only=True, tag_field="kind", tag="timeline"):
     device: Name = "cpu"
     backend: Name = ""
     left_out: Count = 0
+    computed: Seconds | None = None
+    copies: Seconds | None = None
+    idle: Seconds | None = None
+    kernels: Annotated[list[tuple[Name, Count, Seconds]], Meta(max_length=1_000)] = []
 
 
 class MemoryStep(Moment, kw_only=True, tag_field="kind", tag="memory_step"):

@@ -18,6 +18,7 @@ from labkit.common.text import visible_line
 from labkit.record import packed
 from labkit.record.documents import (
     Guesses,
+    Imported,
     LaunchPlan,
     Plan,
     SpecFields,
@@ -172,6 +173,11 @@ class RunFolder:
     def guess(self) -> Path:
         """What the learner predicted before the run."""
         return self.path / "guess.json"
+
+    @property
+    def imported(self) -> Path:
+        """Which files the run was made from, if it was not launched here."""
+        return self.path / "imported.json"
 
     @property
     def status(self) -> Path:
@@ -372,16 +378,21 @@ class RunFolder:
         """What the learner predicted before the run, if they did. Raises `Unreadable`."""
         return read_document(self.guess, Guesses)
 
+    def read_imported(self) -> Imported | None:
+        """Which files the run was made from; None for a run that was launched. Raises `Unreadable`."""
+        return read_document(self.imported, Imported)
+
     def read_summary(self) -> Summary | None:
         """The figures as written at the end of the run, if they are. Raises `Unreadable`."""
         return read_document(self.summary, Summary)
 
     def require_readable(self) -> None:
-        """Raises `Unreadable` if the Spec, the status or the learner's prediction is invalid, or if events or logs are
-        not plain files."""
+        """Raises `Unreadable` if the Spec, the status, the learner's prediction or the origin of an imported run is
+        invalid, or if events or logs are not plain files."""
         self.read_spec()
         self.read_status()
         self.read_guess()
+        self.read_imported()
         ranks = self.event_files().values()
         for path in (self.events, self.logs, self.system, *ranks, *map(steps_path, ranks)):
             if os.path.lexists(path) and not is_plain(path):

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy
 from msgspec.structs import replace
 
-from labkit.record.documents import Guesses, Plan, SpecFields, Status
+from labkit.record.documents import Guesses, Imported, Plan, SpecFields, Status
 from labkit.record.events import Event, Recorded, Start
 from labkit.record.folder import RunFolder
 from labkit.record.reader import Reader
@@ -83,8 +83,8 @@ class Follower:
         self._next_word = time.monotonic() + _PATIENCE
         changed = self._apply(current(self.folder))
         if SpecFields not in self._known:
-            for document in (self.folder.read_spec(), self.folder.read_prediction(), self.folder.read_guess()):
-                changed |= document is not None and self._apply(document)
+            for document in _documents(self.folder):
+                changed |= self._apply(document)
         for rank, path in self.folder.event_files().items():
             if f"rank{rank}" not in self._readers:
                 self._readers[f"rank{rank}"] = self.folder.reader(path)
@@ -114,13 +114,19 @@ class Follower:
         size = sum(reader.size for reader in self._readers.values())
         return min(1.0, sum(reader.position for reader in self._readers.values()) / size) if size else 1.0
 
-    def _apply(self, document: SpecFields | Status | Plan | Guesses) -> bool:
+    def _apply(self, document: SpecFields | Status | Plan | Guesses | Imported) -> bool:
         """Applies a document if it says something new."""
         if document == self._known.get(type(document), _NOTHING.get(type(document))):
             return False
         self._known[type(document)] = document
         self.state.apply(document)
         return True
+
+
+def _documents(folder: RunFolder) -> list[SpecFields | Plan | Guesses | Imported]:
+    """What a run folder says before the first event."""
+    found = (folder.read_spec(), folder.read_prediction(), folder.read_guess(), folder.read_imported())
+    return [document for document in found if document is not None]
 
 
 # ---- replay
@@ -212,9 +218,8 @@ class Recording:
         self.state.broken += sum(
             reader.broken for reader in self._readers
         )  # in the lines that the streams have read already
-        for document in (self.folder.read_spec(), self.folder.read_prediction(), self.folder.read_guess()):
-            if document is not None:
-                self.state.apply(document)
+        for document in _documents(self.folder):
+            self.state.apply(document)
         self.state.apply(replace(self._last, state="running", ended=None, failures=None))
 
 
@@ -280,7 +285,8 @@ def recorded_words(folder: RunFolder) -> str:
     counted = " + ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
     where = counted or f"{number} CPU rank{'' if number == 1 else 's'}"
     hosts = dict.fromkeys(start.host for start in begun if start.host)
-    return f"recorded on {when}, on {where}" + (f" of {', '.join(hosts)}" if hosts else "")
+    said = f"recorded on {when}, on {where}" + (f" of {', '.join(hosts)}" if hosts else "")
+    return said if folder.read_imported() is None else said.replace("recorded", "imported; ran", 1)
 
 
 def torch_of(folder: RunFolder) -> str:

@@ -120,11 +120,11 @@ def recording(run: RunFolder) -> dict[str, bytes]:
     """The files of a run that show it, by path in a zip: events, steps, documents, script, and the end of each log. The
     launch plan, checkpoints and tensors are left out."""
     place = f"{RECORDING}/{run.name}"
-    documents = (run.spec, run.prediction, run.guess, run.status, run.summary, run.script, run.command, run.system)
+    documents = [run.spec, run.prediction, run.guess, run.imported, run.status, run.summary, run.script, run.command]
     events = [path for path in sorted(run.events.iterdir()) if path.suffix in (".jsonl", ".steps")]
     logs = sorted(run.logs.rglob("*.log"))
     files = {}
-    for path in filter(is_plain, (*documents, *events, *logs)):  # a folder from a stranger may have links
+    for path in filter(is_plain, (*documents, run.system, *events, *logs)):  # a folder from a stranger may have links
         with run.open(path) as file:
             if path in logs:
                 file.seek(max(0, path.stat().st_size - _LOG))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from labkit.common.units import counted
-from labkit.record.documents import Failure, Status
+from labkit.record.documents import Failure, Imported, Status
 from labkit.record.events import (
     Batch,
     Called,
@@ -63,6 +63,8 @@ class OtherLosses:
 class RankState:
     """The state of one rank. Times are unix seconds; `attempts` maps each attempt to the index of its first step.
 
+    `steady`: the first recorded step is no warm-up.
+
     `began` is when the process started, `started` when torch was imported, and `startup` when each milestone of
     `startup` events was reached.
 
@@ -81,6 +83,7 @@ class RankState:
     device_name: str = ""
     attempt: int = 0
     attempts: dict[int, int] = field(default_factory=dict)
+    steady: bool = False
     began: float | None = None
     started: float | None = None
     startup: dict[str, float] = field(default_factory=dict)
@@ -138,7 +141,9 @@ class RankState:
 
     @property
     def peak_memory(self) -> int | None:
-        """The largest peak of any step, in bytes; None if unknown."""
+        """The largest peak of any step, in bytes; without steps, that of the profiled memory; None if unknown."""
+        if self.steps.peak is None and not len(self.steps) and self.memory_step is not None:
+            return int(self.memory_step.peak)
         return self.steps.peak
 
 
@@ -237,6 +242,17 @@ def _by_batches(ranks: Mapping[int, RankState], numbers: list[int]) -> list[tupl
 
 def _digests(rank: RankState, what: type[Input] | type[Batch]) -> dict[int, str | None]:
     return {seen.step: seen.digest for seen in rank.saw if isinstance(seen, what)}
+
+
+# ---- runs that were not launched here
+
+
+def imported_note(imported: Imported) -> str:
+    """What an imported run was made from, in words."""
+    return (
+        f"Made from {counted(len(imported.sources), 'file')} of a job that ran elsewhere: {'; '.join(imported.titles)}."
+        " A figure that these files do not have is shown as unknown."
+    )
 
 
 # ---- which ranks failed first

@@ -41,7 +41,11 @@ def _reached(state: RunState, rank: RankState, agent: float | None) -> dict[str,
 
 def is_starting(state: RunState) -> bool:
     """Whether a rank of a requested run has not finished its first step, even if the run has ended."""
-    return state.status.state != "ready" and any("step" not in reached for reached in milestones(state).values())
+    return (
+        state.status.state != "ready"
+        and not state.imported
+        and any("step" not in reached for reached in milestones(state).values())
+    )
 
 
 def newest(state: RunState) -> str | None:

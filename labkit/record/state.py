@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from labkit.common.units import ranks_in_words
 from labkit.plan.spec import Spec, SpecError
 from labkit.record import events
-from labkit.record.documents import Failure, Guessed, Guesses, Plan, SpecFields, Status
+from labkit.record.documents import Failure, Guessed, Guesses, Imported, Plan, SpecFields, Status
 from labkit.record.events import Recorded, Value
 from labkit.record.ranks import (
     OtherLosses,
@@ -32,6 +32,7 @@ from labkit.record.ranks import (
     exit_code,
     failure_of,
     finished_steps,
+    imported_note,
     inferred,
     inferred_note,
     numbers,
@@ -42,8 +43,8 @@ from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped
 from labkit.record.steps import Block, number
 from labkit.record.writer import OWNERS, STARTUP
 
-OVER = ("finished", "failed", "stopped", "lost")
-Applied: TypeAlias = events.Event | Block | SpecFields | Status | Plan | Guesses
+OVER = ("finished", "failed", "stopped", "lost", "imported")
+Applied: TypeAlias = events.Event | Block | SpecFields | Status | Plan | Guesses | Imported
 
 _TRAINS = ("training", "evaluating")  # any other activity of a rank is a preparation, in words
 _TIMELINES = 20  # stored per rank
@@ -85,9 +86,9 @@ def elapsed(start: float | None, end: float | None) -> float | None:
 
 class RunState:
     """The state of a run: its Spec, status and prediction, ranks, metrics, reports and samples. `guess` has what the
-    learner predicted, by figure; `queue` the state of the scheduler's job; `ras` the newest answer of NCCL's RAS
-    service; `unreported` why the status of a TrainJob did not arrive; `nodes` when nodes met and were cut off; `broken`
-    counts unusable lines.
+    learner predicted, by figure; `imported` is where a run comes from that was not launched here; `queue` the state of
+    the scheduler's job; `ras` the newest answer of NCCL's RAS service; `unreported` why the status of a TrainJob did
+    not arrive; `nodes` when nodes met and were cut off; `broken` counts unusable lines.
     """
 
     def __init__(self) -> None:
@@ -95,6 +96,7 @@ class RunState:
         self.status = Status("ready")
         self.prediction: Plan | None = None
         self.guess: dict[str, Guessed] = {}
+        self.imported: Imported | None = None
         self.ranks: dict[int, RankState] = {}
         self.metrics: deque[events.Metric] = deque(maxlen=_METRICS)
         self.reports: dict[int, dict[str, Value]] = {}
@@ -144,6 +146,9 @@ class RunState:
     def _on_guess(self, guesses: Guesses) -> None:
         self.guess = guesses.figures
 
+    def _on_imported(self, imported: Imported) -> None:
+        self.imported = imported
+
     def _on_prediction(self, plan: Plan) -> None:
         self.prediction = plan
 
@@ -154,7 +159,7 @@ class RunState:
     def _on_start(self, event: events.Start) -> None:
         rank = self._rank(event)
         rank.pid, rank.host, rank.device, rank.device_name = event.pid, event.host, event.device, event.device_name
-        rank.attempt = event.attempt
+        rank.attempt, rank.steady = event.attempt, event.steady
         rank.attempts.pop(rank.attempt, None)  # in the order of their first steps, whatever their numbers are
         rank.attempts[rank.attempt] = len(rank.steps)
         rank.started, rank.ended, rank.exit_code, rank.error, rank.activity = event.t, None, None, None, None
@@ -327,6 +332,11 @@ class RunState:
         return self.world_size if self.status.ranks_here is None else self.status.ranks_here
 
     @property
+    def listed_ranks(self) -> list[int]:
+        """The ranks that tables have a row for: all; of an imported run those of which there are files."""
+        return sorted(self.ranks) if self.imported and self.ranks else [*range(self.world_size)]
+
+    @property
     def total_steps(self) -> int | None:
         """The number of steps of the whole run; None if only the script knows it."""
         return self._asked.total_steps if self._asked else None
@@ -347,7 +357,9 @@ class RunState:
         """Remarks: how the run differs from the strategy's title (such as emulation), how a script's samples and steps
         are counted, and why the run started cold. Empty if there are none.
         """
-        if self._asked:
+        if self.imported:
+            notes = [imported_note(self.imported)]
+        elif self._asked:
             notes = [self._asked.strategy_row.note(self._asked.device)]
         else:
             notes = [inferred_note(self.ranks), repeated_note(self.ranks)]
@@ -364,8 +376,10 @@ class RunState:
     @property
     def words(self) -> str:
         """The state in words: ready, starting ranks, building an extension, training, …, finished, failed (…), lost
-        (…)."""
+        (…), imported, not launched here."""
         state = self.status.state
+        if self.imported or state == "imported":
+            return "imported, not launched here"
         if state == "failed":
             return f"failed ({self._failure_words})"
         if state == "lost":
@@ -397,9 +411,9 @@ class RunState:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the request to the end of the run; None before the end, or if the recorded clock ran
-        backwards."""
-        return elapsed(self.status.started, self.status.ended)
+        """Seconds from the request to the end of the run; None before the end, if the recorded clock ran backwards, and
+        for an imported run, whose files have a part of it."""
+        return None if self.imported else elapsed(self.status.started, self.status.ended)
 
     @property
     def now(self) -> float | None:
@@ -481,6 +495,7 @@ _HANDLERS: dict[type, Callable[[RunState, Any], None]] = {
     Status: RunState._on_status,
     Plan: RunState._on_prediction,
     Guesses: RunState._on_guess,
+    Imported: RunState._on_imported,
     Block: RunState._on_steps,
     events.Start: RunState._on_start,
     events.Startup: RunState._on_startup,

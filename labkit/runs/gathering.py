@@ -128,6 +128,10 @@ def _check(folders: Sequence[RunFolder], target: Path) -> None:
     first, owners = folders[0], {}
     for folder in folders:
         folder.require_readable()
+        if folder.read_imported() is not None:
+            raise GatherError(
+                f"{folder.name} was imported, not launched here; give the files of all nodes to one labkit explain"
+            )
         if not is_over(folder):
             raise GatherError(f"{folder.name} is still in progress; gather when all nodes have ended")
         mine, its = folder.read_spec(), first.read_spec()

@@ -13,9 +13,10 @@ from chrome_traces import ALL_REDUCE, all_reduce, event, kernel, step, trace, wr
 from places import ROOT
 
 from labkit.analysis.foreign import chrome, opening
+from labkit.analysis.foreign.breakdown import analyse, operation
 from labkit.analysis.foreign.chrome import read_profile
 from labkit.analysis.foreign.page import ForeignError, Page
-from labkit.analysis.foreign.profiles import analyse, arrivals, collectives, explain, operation
+from labkit.analysis.foreign.profiles import arrivals, collectives, explain
 
 TRACES = ROOT.parent / "shared" / "traces"  # profiles of real accelerators, which are not part of the repository
 # Computed by HolisticTraceAnalysis 0.5.0 with HTA_DISABLE_NS_ROUNDING=1: get_temporal_breakdown, get_comm_comp_overlap

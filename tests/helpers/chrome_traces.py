@@ -11,6 +11,7 @@ from typing import Any
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 GEMM = "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm>(cutlass::Params)"
+BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
 _numbers = count(1)
 
 
@@ -54,3 +55,25 @@ def write(path: Path, content: Mapping[str, Any] | str | bytes) -> Path:
     data = text.encode() if isinstance(text, str) else text
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return path
+
+
+def steps_of(lasts: float) -> list[Any]:
+    """Steps 4 and 5, and the beginning of 6; in each 100 µs of forward, `lasts` µs of backward, an all-reduce of 200 µs
+    of which 50 overlap with it, and 40 µs of the optimizer."""
+    events = []
+    for number, begin in ((4, 0), (5, 2000)):
+        end = begin + 200 + lasts
+        events += [step(number, begin, 2000), kernel(begin + 100, 100), kernel(begin + 200, lasts)]
+        events += [event("cpu_op", BACKWARD, begin + 150, 60), all_reduce(end - 50, 200, 1000, launched=begin + 160)]
+        events += [event("user_annotation", "Optimizer.step#SGD.step", begin + 300, 30)]
+        events += [kernel(end + 200, 40, "adam", launched=begin + 310)]
+    return [*events, step(6, 4000, 2000), kernel(4100, 100)]
+
+
+def job(folder: Path, lasts: tuple[float, float] = (500, 500)) -> Path:
+    """A job of two ranks, whose backward passes last so many µs."""
+    folder.mkdir()
+    for rank, of_rank in enumerate(lasts):
+        content = trace(steps_of(of_rank), rank=rank, baseTimeNanoseconds=1_700_000_000_000_000_000, host_name="node-7")
+        write(folder / f"rank{rank}.json.gz", content)
+    return folder

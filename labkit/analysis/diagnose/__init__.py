@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from labkit.analysis.diagnose import errors, hang, known_errors, looks, mismatch, speed, training, unseen
 from labkit.analysis.diagnose.finding import Finding
 from labkit.common.units import counted, ranks_in_words
@@ -24,12 +26,17 @@ _MISSING_NAME = "MissingName"  # the type of a `probe_error` if torch lacks a na
 
 @per_revision
 def findings(state: RunState) -> tuple[Finding, ...]:
-    """All findings about a run, the most severe first.
+    """All findings about a run, the most severe first; of an imported run, those about the files it was made from.
 
     They follow from the events alone: also what a rule says about time, such as the seconds of a hang, is measured by
     recorded times. Never raises: rules that cannot read the recorded events are named in a separate finding,
     `not_judged`.
     """
+    if state.imported:
+        told = [
+            Finding(**structs.asdict(finding) | {"ranks": tuple(finding.ranks)}) for finding in state.imported.findings
+        ]
+        return (*told, *not_readable(state))
     found: list[Finding] = []
     unread: list[str] = []
     for rule in RULES:

@@ -258,7 +258,8 @@ class Profile:
     """One file. Seconds count from `base`, in nanoseconds since 1970. `rank`, `world_size` and `backend` are None if
     the file has no `distributedInfo`; `device` is the name of the GPU, empty if nothing ran on one. `steps` are the
     numbers of `ProfilerStep#N` with start and end; `waits` is when the CPU began and ended to wait for the GPU.
-    `notes` are sentences about what the file does not have; `sampled` says whether events were left out of it.
+    `phases` are parts of a step that torch annotates: data and optimizer, with start and end. `notes` are sentences
+    about what the file does not have; `sampled` says whether events were left out of it.
     """
 
     path: Path
@@ -275,6 +276,7 @@ class Profile:
     cpu: Spans = field(default_factory=lambda: _spans(array("d")))
     calls: list[Call] = field(default_factory=list)
     waits: list[tuple[float, float]] = field(default_factory=list)
+    phases: list[tuple[str, float, float]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sampled: bool = False
 
@@ -283,6 +285,7 @@ _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"}
 _LAUNCHES = {"cuda_runtime", "cuda_driver", "xpu_runtime", "Runtime"}
 _NUMBERED = {"cpu_op", "user_annotation", "python_function", "cpu_instant_event"}  # events that have "Ev Idx"
 _STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,15})")
+_PHASES = {"Optimizer.step#": "optimizer", "enumerate(DataLoader)#": "data"}  # how annotations of torch begin
 _ON_CPU_CALL = re.compile(r"(?:gloo|mpi|ucc):(\w+)")
 COLLECTIVE_KERNEL = re.compile(r"^(?:nccl|rccl|mscclpp).*Kernel", re.IGNORECASE)
 _WAIT = re.compile(r"^(?:cuda|hip|cu)\w*Synchronize|^(?:cuda|hip)Memcpy(?:WithStream)?$")
@@ -315,6 +318,7 @@ class _Collector:
         self.waits: list[tuple[float, float]] = []
         self.launches = array("d")  # correlation and start
         self.annotated: list[tuple[int, float, float]] = []
+        self.phases: list[tuple[str, float, float]] = []
         self.calls: list[Call] = []  # in microseconds, launched by the call with this correlation
         self.threads: dict[Any, int] = {}
         self.wrong = self.numbered = self.highest = 0
@@ -363,6 +367,8 @@ class _Collector:
                 self.annotated.append((int(step[1]), start, end))
             elif call:
                 self.calls.append(_call(_args(event), call[1], start, end, start))
+            elif phase := next((phase for begin, phase in _PHASES.items() if name.startswith(begin)), ""):
+                self.phases.append((phase, start, end))
 
     def _name(self, name: str) -> int:
         if len(self.names) >= _MOST_NAMES:
@@ -461,6 +467,9 @@ def _fill(profile: Profile, collected: _Collector) -> None:
     profile.steps = sorted(
         (number, (start - first) * _MICROSECOND, (end - first) * _MICROSECOND)
         for number, start, end in collected.annotated
+    )
+    profile.phases = sorted(
+        (name, (start - first) * _MICROSECOND, (end - first) * _MICROSECOND) for name, start, end in collected.phases
     )
     launched = [call.launched for call in collected.calls]
     if len(gpu):

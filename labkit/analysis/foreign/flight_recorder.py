@@ -13,14 +13,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, Literal, NamedTuple
 
 from labkit.analysis.diagnose.finding import Finding
 from labkit.analysis.foreign.chrome import Content
-from labkit.analysis.foreign.page import ForeignError, Page, Table
+from labkit.analysis.foreign.page import ForeignError, Page, Table, present
 from labkit.analysis.foreign.pickles import as_dict, as_list, as_number, plain_value
 from labkit.common.reading import open_regular
 from labkit.common.units import counted, ranks_in_words, size
@@ -576,6 +576,8 @@ def explain(dumps: Sequence[Dump]) -> Page:
         tables=[table for table in tables if table.rows],
         notes=[*_notes(dumps, by_rank, found, members)],
         figures=_figures(by_rank, found, problems),
+        events=partial(present, [*by_rank], "cuda"),
+        world_size=max(members, default=0) + 1,
     )
 
 

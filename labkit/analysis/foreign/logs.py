@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from labkit.analysis.diagnose.finding import Finding, shorter
 from labkit.analysis.diagnose.known_errors import KnownError, known_in
 from labkit.analysis.foreign import nccl
 from labkit.analysis.foreign.chrome import Content
-from labkit.analysis.foreign.page import ForeignError, Page, Table
+from labkit.analysis.foreign.page import ForeignError, Page, Table, present
 from labkit.common.reading import open_regular
 from labkit.common.units import counted, ranks_in_words
 from labkit.record.ranks import PEER_GONE
@@ -631,6 +632,7 @@ def explain(logs: Sequence[Log]) -> Page:
         tables=[table for table in tables if table.rows],
         notes=[*_notes(job)],
         figures=_figures(job),
+        events=partial(present, [*ranks]),
     )
 
 

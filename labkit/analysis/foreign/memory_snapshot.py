@@ -9,14 +9,17 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from labkit.analysis.diagnose.finding import Finding
 from labkit.analysis.foreign.memory_events import UNKNOWN, read_contents
 from labkit.analysis.foreign.memory_replay import Device, Free, Growth, Held, Moment, OutOfMemory, replayed
-from labkit.analysis.foreign.page import Page, Table
+from labkit.analysis.foreign.page import Page, Table, numbered
 from labkit.common.units import counted, ranks_in_words, significant, size
+from labkit.record.events import Memory, MemoryStep, OfRank, Start
+from labkit.record.writer import OWNERS
 
 
 @dataclass(frozen=True)
@@ -268,7 +271,49 @@ def explain(snapshots: Sequence[Snapshot]) -> Page:
         tables=[table for table in tables if table.rows],
         notes=[*_notes(units)],
         figures={"kind": "memory_snapshot", "devices": [*map(_figures, units)]},
+        events=partial(_events, units),
     )
+
+
+_OWNERS = {  # of the memory that was allocated in a phase
+    "model": "parameters",
+    "forward": "activations",
+    "recomputation": "activations",
+    "backward": "gradients",
+    "optimizer": "optimizer",
+    "communication": "communication",
+}
+
+
+def _events(units: Sequence[Unit]) -> Iterator[OfRank]:
+    """The memory at the peak of each rank, by the owner that its phase suggests, as events of a run; of several devices
+    of a rank, that with the highest peak."""
+    fullest: dict[str | int, Unit] = {}
+    for unit in units:
+        key = unit.snapshot.path.name if unit.rank is None else unit.rank
+        if key not in fullest or unit.device.peak.active > fullest[key].device.peak.active:
+            fullest[key] = unit
+    chosen = [*fullest.values()]
+    ranks = numbered([unit.rank for unit in chosen], [unit.snapshot.path.name for unit in chosen])
+    for rank, unit in zip(ranks, chosen):
+        peak = unit.device.peak
+        owners = dict.fromkeys(OWNERS, 0.0)
+        for phase, held in peak.phases.items():
+            owners[_OWNERS.get(phase, "other")] += held
+        yield Start(t=0.0, rank=rank, device=f"cuda:{unit.device.index}", steady=True)
+        yield Memory(t=0.0, rank=rank, owners=owners)
+        yield MemoryStep(
+            t=0.0,
+            rank=rank,
+            step=0,
+            t0=0.0,
+            seconds=0.0,
+            phases=[],
+            times=[0.0],
+            owners={owner: [held] for owner, held in owners.items()},
+            peak=peak.active,
+            at_peak=owners,
+        )
 
 
 def _units(snapshots: Sequence[Snapshot]) -> list[Unit]:

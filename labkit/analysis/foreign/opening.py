@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +75,20 @@ LOGS = Kind("logs", b"", b"", logs.read_log, logs.explain)
 
 
 def explain(paths: Iterable[Path]) -> list[Page]:
-    """One page for the files of each kind; a folder stands for the files in it that are of a known kind.
+    """One page for the files of each kind, in the order of `KINDS`; a folder stands for the files in it that are of a
+    known kind.
 
     Raises `ForeignError` with one sentence if there is no such file or one cannot be read.
     """
-    by_kind: dict[str, list[Any]] = {}
-    kinds = {kind.name: kind for kind in (*KINDS, LOGS)}
+    by_kind: dict[str, dict[Path, Any]] = {}
     for path in _files(paths):
         kind = _kind(path)
-        by_kind.setdefault(kind.name, []).append(_opened(path, kind.read))
-    return [kinds[name].explain(files) for name, files in by_kind.items()]
+        by_kind.setdefault(kind.name, {})[path] = _opened(path, kind.read)
+    pages = []
+    for kind in (*KINDS, LOGS):
+        if files := by_kind.get(kind.name):
+            pages.append(replace(kind.explain([*files.values()]), files=[*files]))
+    return pages
 
 
 def _files(paths: Iterable[Path]) -> list[Path]:

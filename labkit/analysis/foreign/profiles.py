@@ -1,28 +1,35 @@
-"""Where the time of profiled ranks went: computation, communication and idle time of each step, the kernels and
-collectives that take longest, the rank that arrives last, and the stretches in which the GPU waits for the CPU.
-
-The definitions are those of Holistic Trace Analysis (`get_temporal_breakdown`, `get_comm_comp_overlap`): intervals of
-one kind are merged first, a kernel belongs to the step that launched it, and the last step is left out, because its
-kernels may still have been running when the profiler stopped. Without kernels of a GPU, operators of the CPU count as
-computation, and collectives as communication.
+"""What the profiles of all ranks of a job say: where the time went (`breakdown.py`), the kernels and collectives that
+take longest, the rank that arrives last, and the stretches in which the GPU waits for the CPU.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from labkit.analysis.diagnose.finding import Finding, shorter
 from labkit.analysis.foreign import critical_path
-from labkit.analysis.foreign.chrome import COLLECTIVE_KERNEL, Call, Numbers, Profile, Spans
+from labkit.analysis.foreign.breakdown import (
+    COMMUNICATION,
+    COMPUTATION,
+    COPY,
+    Analysed,
+    Breakdown,
+    Kernel,
+    analyse,
+    kernels,
+    kind_of,
+    message_bytes,
+    operation,
+    short_name,
+)
+from labkit.analysis.foreign.chrome import Call, Profile
 from labkit.analysis.foreign.page import Page, Table
+from labkit.analysis.foreign.profiled_steps import profile_events
 from labkit.analysis.metrics import median
 from labkit.analysis.nodes import MUTUAL
 from labkit.analysis.theory.collectives import bus_factor
@@ -32,216 +39,7 @@ _MOST_KERNELS = 10  # rows of the table of kernels
 _MOST_RANKS = 16  # rows of the table of ranks
 _LARGE = 0.1  # share of a step from which something is a finding
 
-# ---- intervals
-
-
-def merge(start: Numbers, end: Numbers) -> tuple[Numbers, Numbers]:
-    """The union of intervals that are sorted by their start, as intervals that do not overlap."""
-    first = _first_of_union(start, end)
-    return start[first], np.maximum.reduceat(end, np.flatnonzero(first)) if len(start) else end
-
-
-def length(start: Numbers, end: Numbers) -> float:
-    """The length of the union of intervals that are sorted by their start."""
-    starts, ends = merge(start, end)
-    return float((ends - starts).sum())
-
-
-def common(one: tuple[Numbers, Numbers], other: tuple[Numbers, Numbers]) -> float:
-    """How long two unions overlap; each is sorted by its start."""
-    start, end = (np.concatenate(both) for both in zip(one, other))
-    order = np.argsort(start, kind="stable")
-    return length(*one) + length(*other) - length(start[order], end[order])
-
-
-def _first_of_union(start: Numbers, end: Numbers) -> NDArray[np.bool_]:
-    """Which intervals begin after all those before have ended."""
-    if not len(start):
-        return np.zeros(0, bool)
-    return np.concatenate(([True], start[1:] > np.maximum.accumulate(end)[:-1]))
-
-
-# ---- where the time goes
-
-COMPUTATION, COMMUNICATION, COPY, NEITHER = range(4)
-_COPY = re.compile(r"^(?:Memcpy|Memset|dma)")
-
-
-@dataclass(frozen=True)
-class Breakdown:
-    """Seconds, from the start of the first to the end of the last kernel: `span`, of it `computation`, `communication`
-    with its `exposed` part (no computation at the same time), `copies` (and memsets), and `idle` time, in which nothing
-    ran. Of the idle time, `launch_bound` are gaps that ended with a kernel that was launched only after the gap had
-    begun while the CPU ran operators, and `starved` those in which the CPU ran none.
-    """
-
-    span: float
-    computation: float
-    communication: float
-    exposed: float
-    copies: float
-    idle: float
-    launch_bound: float
-    starved: float
-
-    @property
-    def overlapped(self) -> float:
-        """Seconds of communication with computation at the same time."""
-        return self.communication - self.exposed
-
-
-def breakdown(spans: Spans, kinds: NDArray[np.int64], cpu: tuple[Numbers, Numbers]) -> Breakdown:
-    """The breakdown of some kernels of these kinds; `cpu` are merged intervals in which the CPU ran operators."""
-    computation, communication, copies = (
-        (spans.start[kinds == kind], spans.end[kinds == kind]) for kind in (COMPUTATION, COMMUNICATION, COPY)
-    )
-    starts, ends = merge(spans.start, spans.end)
-    span = float(ends[-1] - starts[0]) if len(starts) else 0.0
-    launched = spans.origin[_first_of_union(spans.start, spans.end)]
-    late = launched[1:] >= ends[:-1]  # False for NaN
-    gaps = ends[:-1][late], starts[1:][late]
-    waiting = length(*gaps)
-    launch_bound = common(gaps, cpu)
-    return Breakdown(
-        span=span,
-        computation=length(*computation),
-        communication=length(*communication),
-        exposed=length(*communication) - common(communication, computation),
-        copies=length(*copies),
-        idle=span - float((ends - starts).sum()),
-        launch_bound=launch_bound,
-        starved=waiting - launch_bound,
-    )
-
-
-@dataclass
-class Analysed:
-    """One profile with what was computed from it: its complete steps, what ran in them, and where their time went."""
-
-    profile: Profile
-    steps: list[tuple[int, float, float]]
-    spans: Spans
-    kinds: NDArray[np.int64]
-    calls: list[Call]
-    total: Breakdown
-    by_step: dict[int, Breakdown]
-
-    @property
-    def rank(self) -> int:
-        """Its rank; -1 if the file does not have it."""
-        return -1 if self.profile.rank is None else self.profile.rank
-
-    @property
-    def count(self) -> int:
-        """The number of steps; 1 if the file has none."""
-        return max(1, len(self.steps))
-
-
-def analyse(profile: Profile) -> Analysed:
-    """Where the time of one profile went."""
-    spans, kinds = _what_ran(profile)
-    last = max((start for _, start, _ in profile.steps), default=math.inf)
-    steps = [step for step in profile.steps if step[1] < last]
-    calls = profile.calls
-    if steps:
-        chosen = spans.origin < last
-        spans, kinds = spans.where(chosen), kinds[chosen]
-        calls = [call for call in calls if call.launched < last]
-    else:
-        steps = profile.steps
-    on_gpu = len(profile.gpu) > 0
-    cpu = merge(profile.cpu.start, profile.cpu.end) if on_gpu else (np.zeros(0), np.zeros(0))
-    by_step = {}
-    for number, start, end in steps:
-        chosen = (spans.origin >= start) & (spans.origin < end)
-        if chosen.any():
-            by_step[number] = breakdown(spans.where(chosen), kinds[chosen], cpu)
-    return Analysed(profile, steps, spans, kinds, calls, breakdown(spans, kinds, cpu), by_step)
-
-
-def _what_ran(profile: Profile) -> tuple[Spans, NDArray[np.int64]]:
-    """What ran on the GPU, or without one on the CPU, and of which kind it is."""
-    by_name = np.array([*map(_kind_of, profile.names), NEITHER, COMMUNICATION])  # the last two: a launch, and a call
-    if len(profile.gpu):
-        return profile.gpu, by_name[profile.gpu.name]
-    cpu, calls = profile.cpu, profile.calls
-    start = np.concatenate((cpu.start, [call.start for call in calls]))
-    end = np.concatenate((cpu.end, [call.end for call in calls]))
-    name = np.concatenate((cpu.name, np.full(len(calls), -1)))  # the last of by_name
-    kinds = by_name[name]
-    order = np.argsort(start, kind="stable")
-    order = order[kinds[order] != NEITHER]
-    lane = np.concatenate((cpu.lane, np.full(len(calls), -1)))
-    return Spans(start[order], end[order], name[order], start[order], lane[order]), kinds[order]
-
-
-def _kind_of(name: str) -> int:
-    if COLLECTIVE_KERNEL.match(name):
-        return COMMUNICATION
-    if _COPY.match(name):
-        return COPY
-    return NEITHER if name.startswith("c10d::") else COMPUTATION  # it starts a collective, or waits for it
-
-
-# ---- kernels and collectives
-
-_OPERATIONS = (  # how their names begin or what they contain, in lower case without underscores; the first one counts
-    ("allreduce", "all_reduce"),
-    ("reducescatter", "reduce_scatter"),
-    ("allgather", "all_gather"),
-    ("alltoall", "all_to_all"),
-    ("sendrecv", "send_recv"),
-    ("broadcast", "broadcast"),
-    ("barrier", "barrier"),
-    ("gather", "gather"),
-    ("scatter", "scatter"),
-    ("reduce", "reduce"),
-    ("send", "send"),
-    ("recv", "recv"),
-)
-
-
-def operation(name: str) -> str:
-    """The collective of a kernel or of a name in torch: `all_reduce` for `ncclDevKernel_AllReduce_Sum_f32_RING_LL`."""
-    plain = name.partition("(")[0].lower().replace("_", "")
-    return next((title for text, title in _OPERATIONS if text in plain), "other collective")
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel, or on a CPU one operator without those that it calls: seconds of all `count` launches."""
-
-    name: str
-    count: int
-    seconds: float
-
-
-def kernels(analysed: Sequence[Analysed]) -> list[Kernel]:
-    """The kernels of all ranks, the one that takes longest first."""
-    seconds: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for rank in analysed:
-        names, spans = rank.profile.names, rank.spans
-        chosen = spans.name >= 0
-        lasts = spans.end - spans.start if len(rank.profile.gpu) else _own_seconds(spans)
-        for number, spent in zip(spans.name[chosen].tolist(), lasts[chosen].tolist()):
-            seconds[names[number]] += spent
-            counts[names[number]] += 1
-    return [Kernel(name, counts[name], spent) for name, spent in seconds.most_common()]
-
-
-def _own_seconds(spans: Spans) -> Numbers:
-    """How long each operator ran without those that it called: those in the same thread during it."""
-    own = spans.end - spans.start
-    running: dict[int, list[int]] = defaultdict(list)
-    for number, (start, end, thread) in enumerate(zip(spans.start, spans.end, spans.lane.tolist())):
-        stack = running[thread]
-        while stack and spans.end[stack[-1]] <= start:
-            stack.pop()
-        if stack:
-            own[stack[-1]] -= min(end, spans.end[stack[-1]]) - start
-        stack.append(number)
-    return own
+# ---- collectives
 
 
 @dataclass(frozen=True)
@@ -265,18 +63,12 @@ def collectives(analysed: Sequence[Analysed]) -> list[Collectives]:
             found[operation(call.op), call.ranks].append(call)
     rows = []
     for (op, ranks), calls in found.items():
-        sizes = [_message(op, call) for call in calls]
+        sizes = [message_bytes(op, call) for call in calls]
         seconds = sum(call.end - call.start for call in calls)
         known = all(sizes) and seconds > 0
         bandwidth = bus_factor(op, ranks) * sum(sizes) / seconds if known and ranks > 1 else None
         rows.append(Collectives(op, ranks or None, len(calls), sum(sizes) if known else None, seconds, bandwidth))
     return sorted(rows, key=lambda row: -row.seconds)
-
-
-def _message(op: str, call: Call) -> int:
-    if op == "all_gather":
-        return call.bytes_out or call.bytes_in * call.ranks
-    return call.bytes_in or call.bytes_out
 
 
 # ---- ranks that arrive late
@@ -439,13 +231,13 @@ def _starved(share: float, rank: Analysed) -> Finding:
 
 
 def _copies(share: float, rank: Analysed) -> Finding:
-    copies = [kernel for kernel in kernels([rank]) if _kind_of(kernel.name) == COPY]
+    copies = [kernel for kernel in kernels([rank]) if kind_of(kernel.name) == COPY]
     return Finding(
         name="memory_copies",
         kind="slow",
         title=f"copies of memory take {share:.0%} {_of_a_step(rank)}{_where(rank)}",
         evidence=f"{milliseconds(rank.total.copies / rank.count)} of {milliseconds(rank.total.span / rank.count)} per"
-        f" step; {shorter(_short(copies[0].name), 60)} takes longest",
+        f" step; {shorter(short_name(copies[0].name), 60)} takes longest",
         cause="data moves between CPU and GPU, or within the GPU, during the step",
         fix="pin the memory of batches (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True);"
         " remove .item() and .cpu() from the loop",
@@ -498,6 +290,8 @@ def explain(profiles: Sequence[Profile]) -> Page:
         tables=[table for table in tables if table.rows],
         notes=[*_notes(analysed, late, found)],
         figures=_figures(analysed, late, time, found, path),
+        events=partial(profile_events, analysed),
+        world_size=max((rank.profile.world_size or 0 for rank in analysed), default=0) or None,
     )
 
 
@@ -531,7 +325,7 @@ def _path(rank: Analysed) -> RankPath | None:
         return None
     largest = sorted(found.by_part.items(), key=lambda part: -part[1])
     parts = [(_PARTS[part], seconds, found.without.get(part)) for part, seconds in largest if seconds]
-    parts += [(_short(rank.profile.names[name]), seconds, without) for name, seconds, without in found.kernels]
+    parts += [(short_name(rank.profile.names[name]), seconds, without) for name, seconds, without in found.kernels]
     return RankPath(rank, found.seconds, parts)
 
 
@@ -600,7 +394,7 @@ def _kernel_table(analysed: Sequence[Analysed], time: Sequence[Kernel]) -> Table
     total = sum(kernel.seconds for kernel in time)
     rows = [
         (
-            shorter(_short(kernel.name), 44),
+            shorter(short_name(kernel.name), 44),
             f"{kernel.count:,}",
             milliseconds(kernel.seconds),
             _share(kernel.seconds, total),
@@ -610,21 +404,6 @@ def _kernel_table(analysed: Sequence[Analysed], time: Sequence[Kernel]) -> Table
     what = "kernel" if on_gpu else "operator"
     title = "Kernels by time" if on_gpu else "Operators by time, without those that they call"
     return Table(title, (what, "count", "time", "share"), tuple(rows))
-
-
-_TEMPLATE = re.compile(r"<[^<>]*>")
-_DETAIL = re.compile(r"cutlass_\w+|\w*Functor\w*|\w+_kernel_cuda\b")
-
-
-def _short(name: str) -> str:
-    """The name of a kernel without namespaces and the arguments of its function and templates, but with the argument
-    that says what it computes."""
-    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
-    while (without := _TEMPLATE.sub("", plain)) != plain:
-        plain = without
-    plain = plain.partition("(")[0].partition("<")[0]
-    detail = _DETAIL.search(name, len(plain))
-    return plain.rpartition("::")[2] + (f" ({detail[0]})" if detail else "")
 
 
 def _collective_table(found: Sequence[Collectives]) -> Table:

@@ -129,6 +129,7 @@ def _plain(title: Any) -> str:
 # ---- parts of a run
 
 
+_FILES = 16  # of an imported run that are named
 _LINES = 200  # newest lines of a log that a page contains; they are printed too
 _LEXERS = {"python": PythonLexer(), "diff": DiffLexer()}
 
@@ -180,8 +181,21 @@ def facts(state: RunState, recorded: bool = False) -> str:
     return " · ".join(filter(None, (state.words, ran, state.note)))
 
 
+def origin(state: RunState) -> str:
+    """Which files an imported run was made from, and what they do not say; empty for a run that was launched."""
+    if state.imported is None:
+        return ""
+    files = ", ".join(state.imported.sources[:_FILES])
+    more = len(state.imported.sources) - _FILES
+    said = [*state.imported.titles, f"{files} and {more:,} more" if more > 0 else files, *state.imported.notes]
+    return "".join(f"<p>{escape(visible_line(text))}</p>" for text in said)
+
+
 def logs(folder: RunFolder, state: RunState) -> str:
-    """The output of each rank in a collapsible section; only the newest lines of long logs."""
+    """The output of each rank in a collapsible section; only the newest lines of long logs. An imported run has
+    none."""
+    if state.imported is not None:
+        return ""
     folds = [_log(folder, rank, stream) for rank in range(state.world_size) for stream in STREAMS]
     if state.status.state in ("failed", "lost"):
         folds.append(_text(folder.tail(folder.launcher_log, keep=_LINES), "torchrun", ""))
@@ -209,7 +223,7 @@ def _text(tail: LogTail, words: str, colour: str, empty: str = "") -> str:
 
 def script(folder: RunFolder, state: RunState, printed: bool = True) -> str:
     """The script that ran, or the name of a user's script that was not stored; on paper only if it is `printed`."""
-    own = state.spec.script
+    own = None if state.imported else state.spec.script  # of an imported run it is its name
     text = _script_of(folder)
     if isinstance(text, NotPlain):
         return f"<p>The script is not shown: {escape(str(text))}.</p>"

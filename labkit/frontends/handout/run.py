@@ -135,6 +135,7 @@ def run_page(folder: RunFolder) -> Page:
         "Figures": plots.machine(state) + plots.charts(state),
         "Ranks": ranks_html(folder.name, state),
         "Communication": ledger_html(ledger(state)),
+        "Made from": page.origin(state),
         "Logs": page.logs(folder, state),
         "Script": page.script(folder, state) + page.diff(folder, state) + _command(folder),
     }
@@ -152,7 +153,7 @@ def class_page(found: Overview) -> Page:
 
 def _recorded(folder: RunFolder) -> RunState:
     spec = folder.read_spec()
-    if spec.strategy is None and spec.script is None:
+    if spec.strategy is None and spec.script is None and folder.read_imported() is None:
         missing = f"its {folder.spec.name} names neither a strategy nor a script"
         raise RunError(f"{folder.path} was not recorded by labkit: {missing}")
     follower = Follower(folder)

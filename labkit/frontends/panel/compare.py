@@ -11,9 +11,11 @@ from typing import Any
 
 import ipywidgets
 
+from labkit.analysis.changes import Changes, of_folders
 from labkit.analysis.comparison import HEADS, Row, alike, cells, newest, recorded, recorded_elsewhere, sentences
 from labkit.common.text import escape
 from labkit.figures import comparison as pictures
+from labkit.figures.prediction import table_html
 from labkit.frontends.panel import widgets
 from labkit.frontends.panel.recorded import label
 from labkit.frontends.panel.view import style
@@ -57,13 +59,16 @@ class ComparisonView:
         finally:
             on_over()
 
-    def show(self, rows: Sequence[Row], left_out: Mapping[str, str], first: str = "") -> None:
-        """Shows the rows, with the sentence `first` above them; draws nothing if they are shown already."""
-        what = tuple(rows), dict(left_out), first
+    def show(
+        self, rows: Sequence[Row], left_out: Mapping[str, str], first: str = "", changed: Changes | None = None
+    ) -> None:
+        """Shows the rows, with the sentence `first` above them, and what changed between two runs; draws nothing if
+        they are shown already."""
+        what = tuple(rows), dict(left_out), first, changed
         if what == self._shown:
             return
         self._shown = what
-        self._html.value = (f"<p>{escape(first)}</p>" if first else "") + comparison_html(rows, left_out)
+        self._html.value = (f"<p>{escape(first)}</p>" if first else "") + comparison_html(rows, left_out, changed)
 
     @property
     def empty(self) -> bool:
@@ -101,11 +106,12 @@ def comparison_bundle(comparing: Comparing) -> dict[str, Any]:
     return {"text/html": html, "text/plain": json.dumps(comparing.to_json(), indent=2)}
 
 
-def comparison_html(rows: Sequence[Row], left_out: Mapping[str, str]) -> str:
-    """The table, the charts and the remarks as HTML, all text escaped."""
+def comparison_html(rows: Sequence[Row], left_out: Mapping[str, str], changed: Changes | None = None) -> str:
+    """The table, what changed between two runs, the charts and the remarks as HTML, all text escaped."""
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(rows, left_out))
     drawn = pictures.svg(rows, recorded_elsewhere(rows), height=169)
-    return f'{_table(rows)}<div class="labkit-plain">{drawn}</div><div class="labkit-notes">{said}</div>'
+    changes = _changes_html(changed)
+    return f'{_table(rows)}{changes}<div class="labkit-plain">{drawn}</div><div class="labkit-notes">{said}</div>'
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -115,6 +121,16 @@ def _table(rows: Sequence[Row]) -> str:
         _row(row, (*cells(row)[:-1], "recorded elsewhere"), "labkit-recorded") for row in recorded_elsewhere(rows)
     )
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _changes_html(changed: Changes | None) -> str:
+    if changed is None:
+        return ""
+    tables = [
+        f"<p><b>{escape(table.title)}</b></p>{table_html(table.heads, table.rows, table.words)}"
+        for table in changed.tables
+    ]
+    return f'<div class="labkit-changes"><p>{escape(changed.sentence)}</p>{"".join(tables)}</div>'
 
 
 def _row(row: Row, texts: Sequence[str], kind: str = "") -> str:
@@ -199,7 +215,7 @@ class Card:
         self._text = widgets.HTML()
         self.button = widgets.Button()
         self.button.on_click(lambda _: self.question and on_run(self.question))
-        self.widget = widgets.VBox([self._text, self.button], layout={})
+        self.widget = widgets.VBox([self._text, self.button], layout={"display": "none"})
         self.widget.add_class("labkit-card")
 
     def show(self, question: Question | None) -> None:
@@ -392,12 +408,14 @@ class CompareTab:
 
     def _show(self, asked: int, folders: Sequence[RunFolder], before: str = "", after: str = "") -> None:
         """Shows recorded runs, unless something else was asked for in the meantime."""
-        when = recorded_words(max(folders, key=lambda run: run.name))
+        folders = sorted(folders, key=lambda run: run.name)  # the earlier one is before, the later one after
+        when = recorded_words(folders[-1])
         found = recorded(folders)
+        changed = of_folders(*folders) if len(folders) == 2 else None
         sentence = f"{before}Recorded runs; nothing is running now. The newest was {when}.{after}"
         with self._lock:
             if asked == self._asked and not self.busy:
-                self._view.show(found, {}, sentence)
+                self._view.show(found, {}, sentence, changed)
 
     def stop(self) -> None:
         """Stops the current run and skips the remaining ones; returns immediately."""

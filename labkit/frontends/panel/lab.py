@@ -90,7 +90,7 @@ class Lab:
         self._static: StaticFigures | None = None
         self._run: Run | None = None
         self._sources, self._compare = Later(self._make_sources), Later(self._make_compare)
-        self._files = Later(_make_files)
+        self._files = Later(self._make_files)
         self._starting = False  # whether a thread starts a run or opens a recorded one
         self._make(presentation)
         self._changed()
@@ -151,6 +151,17 @@ class Lab:
         from labkit.frontends.panel.compare import CompareTab
 
         return CompareTab(self._comparable, lambda: self._starting or self._view.busy, self._cold)
+
+    def _make_files(self) -> OpenTab:
+        from labkit.frontends.panel.opened import OpenTab
+
+        return OpenTab(self._kept)
+
+    def _kept(self, path: str) -> None:
+        """Opens a run that was made from files, unless something is running here."""
+        self._recorded.refresh()
+        if not (self._starting or self._view.busy):
+            self._recorded.choose(path)
 
     def _turned(self, change: dict[str, Any]) -> None:
         if change["new"] == _COMPARE:
@@ -337,12 +348,6 @@ class Lab:
             self._instead.offer(state.spec)
         if self._static is not None and not self._view.recorded:
             self._static.fill(name, state)
-
-
-def _make_files() -> OpenTab:
-    from labkit.frontends.panel.opened import OpenTab
-
-    return OpenTab()
 
 
 def _batch_html(sentence: str) -> str:

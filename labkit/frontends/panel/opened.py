@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from labkit.common.text import escape
@@ -20,20 +21,25 @@ _MOST = 500  # names that are offered
 
 
 class OpenTab:
-    """A field for paths, separated by spaces as in a shell, and what the files say. Files are read in a thread."""
+    """A field for paths, separated by spaces as in a shell, and what the files say. Files are read in a thread. If they
+    are to be kept as a run, `on_kept` is called with its path."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_kept: Callable[[str], None]) -> None:
+        self._on_kept = on_kept
         self.paths = widgets.Combobox(
             description="Files", placeholder="logs/  slurm-1234.out  trace_*.json.gz", continuous_update=False
         )
         self.paths.add_class("labkit-paths")
         self.button = widgets.Button(description="Open", tooltip="Read the files and say what happened")
+        hint = "Make a run of them, which has a time line and can be compared and exported"
+        self.kept = widgets.Checkbox(value=False, description="Keep as a run", indent=False, tooltip=hint)
+        self.kept.add_class("labkit-kept")
         self._said = widgets.HTML()
         self.page = widgets.HTML(f'<p class="labkit-empty">{escape(_HINT)}</p>')
         self.page.add_class("labkit-comparison")
         self.page.add_class("labkit-explained")
         self.page.tabbable = True  # it is scrolled with the keyboard, too
-        bar = widgets.HBox([self.paths, self.button, self._said])
+        bar = widgets.HBox([self.paths, self.button, self.kept, self._said])
         bar.add_class("labkit-bar")
         self.widget = widgets.VBox([bar, self.page])
         self.widget.add_class("labkit-opened")
@@ -60,16 +66,23 @@ class OpenTab:
 
     def _read(self, text: str) -> None:
         from labkit.analysis.foreign.opening import explain
+        from labkit.runs.importing import keep, name_for
 
         try:
-            found = Explained(explain(_paths(text)))
+            paths = _paths(text)
+            pages = explain(paths)
+            self.page.value = Explained(pages)._repr_html_()
+            folder = keep(pages, name_for(paths[0])) if self.kept.value else None
         except ValueError as error:
             self._said.value = sentence_html(str(error))
+        except OSError as error:
+            self._said.value = sentence_html(f"{error.filename} cannot be written: {error.strerror}")
         except Exception as error:
             self._said.value = sentence_html(f"these files cannot be explained: {type(error).__name__}: {error}")
         else:
-            self.page.value = found._repr_html_()
-            self._said.value = ""
+            self._said.value = state_html(f"kept as the run {folder.name}", "good") if folder else ""
+            if folder:
+                self._on_kept(str(folder.path))
         finally:
             self.button.disabled = False
 

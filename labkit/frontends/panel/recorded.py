@@ -240,9 +240,14 @@ class Recorded:
             f'<div class="labkit-recording" role="status"><b>{escape(what(folder))}</b>'
             f" {escape(recorded_words(folder))}</div>"
         )
+        imported = folder.read_imported()
+        if imported is None:
+            about = f"Replay of run {folder.name} with its recorded timing; nothing is training now."
+        else:
+            files = counted(len(imported.sources), "file")
+            about = f"Imported from {files}, not launched here: run {folder.name}, with the timing of its files."
         self._said.value = (
-            f'<div class="labkit-explanation"><div>Replay of run {escape(folder.name)} with its recorded timing; '
-            "nothing is training now.</div>"
+            f'<div class="labkit-explanation"><div>{escape(about)}</div>'
             "<div>Play it, or point at any moment of its time line below.</div></div>"
         )
 
@@ -332,4 +337,6 @@ def text_of(folder: RunFolder, path: Path) -> str:
     except NotPlain as error:
         return f"# not shown: {error}\n"
     except OSError:
+        if folder.read_imported() is not None:
+            return "# imported, not launched here: the files it was made from have no script\n"
         return f"# {path.name} is missing from the folder of this run\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -390,12 +391,14 @@ class RunView:
             self.stop()
 
     def open(self, folder: RunFolder, beside: RunFolder | None = None) -> None:
-        """Shows the beginning of a recorded run, and its time line; with another one `beside` it, in step. Reads all of
-        their events."""
+        """Shows the beginning of a recorded run, or the end of an imported one, and its time line; with another one
+        `beside` it, in step. Reads all of their events."""
         self._job, self._recorded, self._stopping = None, True, False
         self._folder = folder
         others = [beside] if beside else []
         self.replay.open(folder, *others)
+        if folder.read_imported() is not None:  # it lasts some milliseconds: what has been profiled is seen at the end
+            self.replay.seek(math.inf)
         self.logs.restart(folder, self.state.world_size, _WHOLE)
         if not beside:
             self.live.children = self._alone()
@@ -514,7 +517,8 @@ class RunView:
         if self._recorded or (self._replayed and not state.over):
             paused = " · paused" if self._paused and not state.over else ""
             source = "recorded" if self._recorded else "replay"
-            self.say(f"{source}: {state.words}{paused}", "quiet" if paused else tone_of(state))
+            words = state.words if state.imported else f"{source}: {state.words}"
+            self.say(f"{words}{paused}", "quiet" if paused else tone_of(state))
         elif self._stopping and not state.over:
             self.say("stopping")  # again: the kernel may have said it while this thread said something else
         else:

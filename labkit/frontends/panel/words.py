@@ -15,7 +15,15 @@ from labkit.training.strategies import STRATEGIES
 # ---- the state of a run
 
 
-_TONES = {"finished": "good", "failed": "bad", "stopped": "quiet", "ready": "quiet", "lost": "bad", "running": "busy"}
+_TONES = {
+    "finished": "good",
+    "failed": "bad",
+    "stopped": "quiet",
+    "ready": "quiet",
+    "lost": "bad",
+    "running": "busy",
+    "imported": "quiet",
+}
 
 
 def state_html(words: str, tone: str) -> str:
@@ -35,7 +43,8 @@ def what_html(state: RunState) -> str:
     """What a run trains: strategy, workload and ranks, or its script."""
     spec = state.spec
     row = STRATEGIES.get(spec.strategy or "")
-    parts = [row.title if row else "train.py", spec.workload or "", counted(state.world_size, "rank")]
+    script = spec.script if state.imported and spec.script else "train.py"  # of an imported run it is its name
+    parts = [row.title if row else script, spec.workload or "", counted(state.world_size, "rank")]
     return escape(" · ".join(filter(None, parts)))
 
 

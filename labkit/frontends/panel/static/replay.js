@@ -60,7 +60,7 @@ function render({ model, el }) {
       play.setAttribute("aria-label", playing ? "pause the replay" : "play the replay");
       if (!dragged) slider.value = message.position;
       const steps = course.steps ? ` · step ${message.step.toLocaleString("en")} of ${course.steps.toLocaleString("en")}` : "";
-      where.textContent = `${clock(message.position)} of ${clock(course.seconds)}${steps}`;
+      where.textContent = `${clock(message.position, course.seconds)} of ${clock(course.seconds, course.seconds)}${steps}`;
       slider.setAttribute("aria-valuetext", where.textContent);
       for (const button of jumps.children) {
         const near = Math.abs(Number(button.dataset.position) - message.position) <= NEAR * course.seconds;
@@ -92,7 +92,8 @@ function jump({ kind, what, position }, seek) {
   return button;
 }
 
-function clock(seconds) {
+function clock(seconds, total) {
+  if (total < 1) return `${(1000 * seconds).toFixed(1)} ms`; // the steps of one profile
   if (seconds < 60) return `${seconds.toFixed(1)} s`;
   const whole = Math.floor(seconds);
   const minutes = Math.floor(whole / 60);

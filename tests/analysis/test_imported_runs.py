@@ -1,0 +1,205 @@
+"""Runs made from files of jobs that ran elsewhere: what is recorded, what is unknown, and what changed between two."""
+
+from __future__ import annotations
+
+import json
+import random
+import stat
+from pathlib import Path
+
+import pytest
+from chrome_traces import job, kernel, steps_of, trace, write
+from commands import called
+from foreign import command, everything
+
+import labkit
+from labkit.analysis.changes import of_folders
+from labkit.analysis.foreign.page import ForeignError
+from labkit.analysis.profiled import parts
+from labkit.analysis.summary import recorded_summary
+from labkit.common.files import write_atomically
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower, Recording
+from labkit.record.state import RunState
+
+
+def kept(*paths: Path, name: str = "job") -> RunFolder:
+    return RunFolder.find(labkit.explain(*paths, keep=name).run)
+
+
+def read(folder: RunFolder) -> RunState:
+    follower = Follower(folder)
+    follower.poll()
+    return follower.state
+
+
+# ---- what is recorded
+
+
+def test_steps_phases_and_collectives_of_every_rank(tmp_path):
+    folder = kept(job(tmp_path / "job"))
+    state = read(folder)
+    assert (state.over, state.words, state.world_size) == (True, "imported, not launched here", 2)
+    for rank in state.ranks.values():
+        assert (rank.host, rank.device, rank.device_name) == ("node-7", "cuda", "NVIDIA H100")
+        assert [*rank.steps.step] == [4, 5]
+        assert [*rank.steps.seconds] == pytest.approx([840e-6] * 2)
+        assert [*rank.steps.phases["forward"]] == pytest.approx([100e-6] * 2)
+        assert [*rank.steps.phases["backward"]] == pytest.approx([700e-6] * 2, rel=1e-3)
+        assert [*rank.steps.phases["optimizer"]] == pytest.approx([40e-6] * 2, rel=1e-3)
+        measured = parts(rank.timelines[5])
+        assert measured["compute"] == pytest.approx(640e-6)
+        assert measured["exposed communication"] == pytest.approx(150e-6)
+        assert measured["idle"] == pytest.approx(50e-6)
+        [call] = rank.timelines[5].comm
+        assert (call.op, call.bytes, call.ranks, call.seq) == ("all_reduce", 4000, [0, 1], 1)
+        assert rank.bytes_per_step == 4000
+    assert state.ranks[0].steps.t[0] == pytest.approx(1_700_000_000, abs=1)
+
+
+def test_what_the_files_do_not_have_is_unknown_and_not_zero(tmp_path):
+    summary = recorded_summary(kept(job(tmp_path / "job")))
+    rank = summary.ranks[0]
+    unknown = (summary.loss, summary.samples_per_second, summary.accuracy, summary.mfu, rank.exit_code)
+    assert {*unknown, rank.peak_memory_bytes, rank.phase_seconds["data"], rank.phase_seconds["copy"]} == {None}
+    assert rank.step_seconds_median == pytest.approx(840e-6)
+
+
+def test_only_ranks_with_a_file_have_rows(tmp_path):
+    folder = kept(job(tmp_path / "job") / "rank1.json.gz")
+    assert read(folder).world_size == 2
+    assert [rank.rank for rank in recorded_summary(folder).ranks] == [1]
+
+
+def test_findings_are_those_about_the_job(tmp_path):
+    path = job(tmp_path / "job", (500, 900))
+    told = [finding.title for finding in labkit.explain(path).findings]
+    assert told and [finding.title for finding in recorded_summary(kept(path)).findings] == told
+
+
+def test_folder_is_private_and_names_its_job(tmp_path):
+    folder = kept(job(tmp_path / "job"))
+    for path in (folder.path, *folder.path.rglob("*")):
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
+    assert folder.read_imported().sources == ["rank0.json.gz", "rank1.json.gz"]
+
+
+def test_profile_without_steps_is_one_step(tmp_path):
+    write(tmp_path / "rank0.json", trace([kernel(10, 100), kernel(200, 50)]))
+    state = read(kept(tmp_path / "rank0.json"))
+    assert [*state.ranks[0].steps.seconds] == pytest.approx([240e-6])
+
+
+def test_a_replay_says_that_it_was_not_launched(tmp_path):
+    recording = Recording(kept(job(tmp_path / "job")))
+    recording.seek(0.0)
+    assert recording.state.words == "imported, not launched here"
+
+
+def test_logs_become_ranks_with_their_findings(tmp_path):
+    lines = '[rank1]: Traceback (most recent call last):\n[rank1]:   File "train.py", line 88, in step\n'
+    write_atomically(tmp_path / "job.out", f"[rank0]: step 1\n{lines}[rank1]: RuntimeError: shapes differ\n")
+    state = read(kept(tmp_path / "job.out"))
+    assert [*state.ranks] == [0, 1] and state.words == "imported, not launched here"
+    [finding] = labkit.explain(tmp_path / "job.out").findings
+    assert finding.title in " ".join(command("show", "job")[1].split())
+
+
+# ---- what cannot be kept
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "x" * 81, ".hidden"])
+def test_names_that_no_folder_may_have(tmp_path, runs, name):
+    with pytest.raises(ValueError, match="the name of a run has letters"):
+        labkit.explain(job(tmp_path / "job"), keep=name)
+    assert not runs.exists()
+
+
+def test_two_files_of_one_rank_leave_no_folder(tmp_path, runs):
+    path = job(tmp_path / "job")
+    write(path / "again.json", trace(steps_of(1), rank=1))
+    with pytest.raises(ForeignError, match=r"again.json and rank1.json.gz are both of rank 1"):
+        kept(path)
+    assert not runs.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [("pack",), ("logs",), ("gather", "job", "-o", "out"), ("run", "ddp", "--resume"), ("capture",)]
+)
+def test_what_has_no_meaning_says_so_in_a_sentence(tmp_path, arguments):
+    kept(job(tmp_path / "job"))
+    code, said = command(*arguments[:1], *(arguments[1:] or ("job",)), *(("job",) if arguments[0] == "run" else ()))
+    assert code and said.startswith("labkit: ") and said.count("\n") == 1, said
+
+
+# ---- everything that runs have
+
+
+def test_all_front_ends_show_it(tmp_path):
+    said = everything(kept(job(tmp_path / "job")))
+    assert "imported, not launched here" in said and "Traceback" not in said
+    assert "step_seconds" in said and "all_reduce" in said
+
+
+def test_zip_of_a_run_keeps_where_it_comes_from(tmp_path):
+    from labkit.record.packed import recording
+
+    assert any(path.endswith("/imported.json") for path in recording(kept(job(tmp_path / "job"))))
+
+
+def test_damaged_files_and_folders_crash_nothing(tmp_path):
+    """Mutated traces are kept or refused with one sentence; a mutated origin makes the folder unreadable or is read."""
+    source = json.dumps(trace(steps_of(500)))
+    generator = random.Random(7)
+    for number in range(60):
+        text = bytearray(source.encode())
+        for _ in range(generator.randint(1, 6)):
+            text[generator.randrange(len(text))] = generator.randrange(32, 127)
+        path = tmp_path / f"{number}.json"
+        path.write_bytes(bytes(text))
+        code, said = command("explain", str(path), "--keep", f"job{number}")
+        assert code in (0, 1) and "Traceback" not in said
+        assert code == 0 or said.count("\n") == 2, said
+    folder = RunFolder.all()[-1]
+    for content in ("[]", '{"sources": [1]}', '{"sources": [], "findings": [{}]}', '{"sources": ["\\u0000"]}'):
+        folder.imported.write_text(content)
+        assert "imported.json" in folder.trouble()
+        assert "Traceback" not in everything(folder)
+
+
+# ---- what changed
+
+
+def test_slower_rank_shows_as_computation_there_and_waiting_elsewhere(tmp_path):
+    before = kept(job(tmp_path / "one"), name="before")
+    after = kept(job(tmp_path / "two", (500, 800)), name="after")
+    changed = of_folders(before, after)
+    rows = {change.name: change for change in changed.parts}
+    assert rows["step"].seconds == pytest.approx(150e-6)  # the mean of two ranks, one of which takes 300 µs longer
+    assert rows["compute"].seconds == pytest.approx(150e-6)
+    assert [change.seconds for change in changed.by_rank] == pytest.approx([0, 300e-6], abs=1e-9)
+    assert changed.of_rank[1].name == "compute"
+    assert [change.name for change in changed.steps] == ["4", "5"]
+    [gemm] = changed.kernels
+    assert "gemm" in gemm.name and gemm.seconds == pytest.approx(150e-6)
+    assert "compute: +0.15 ms" in changed.sentence and "rank 1" in changed.sentence
+
+
+def test_compare_prints_and_writes_what_changed(tmp_path, capsys):
+    kept(job(tmp_path / "one"), name="before")
+    kept(job(tmp_path / "two", (500, 800)), name="after")
+    capsys.readouterr()
+    assert called("compare", "before", "after") == 0
+    shown = capsys.readouterr().out
+    assert "The step of each rank" in shown and "Kernels that changed most" in shown
+    assert called("compare", "before", "after", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["changes"]
+    assert found["parts"][0] == pytest.approx(
+        {"name": "step", "before": 840e-6, "after": 990e-6, "count_before": None, "count_after": None, "change": 150e-6}
+    )
+
+
+def test_different_jobs_are_not_subtracted(tmp_path):
+    whole = kept(job(tmp_path / "one"), name="two")
+    write(tmp_path / "alone.json", trace(steps_of(500), world_size=1))
+    assert of_folders(whole, kept(tmp_path / "alone.json", name="one")) is None
