@@ -57,7 +57,7 @@ for name, dtype in FORMATS.items():
 #
 # bf16 has the range of fp32 and 2 to 3 decimal digits. fp16 has one digit more, and turns 10⁻⁸ into 0 and 10⁵ into
 # infinity. e4m3 has no infinity: a cast beyond 448 gives 448 in this version of torch (others give NaN), so that
-# tensors are scaled before they are cast. e5m2 has the range of fp16 and the fewer digits than any of the others.
+# tensors are scaled before they are cast. e5m2 has the range of fp16, and one bit of mantissa less than e4m3.
 #
 # </details>
 #
@@ -97,9 +97,9 @@ for with_master in (False, True):
 # <details class="answer"><summary>Answer</summary>
 #
 # With bf16 only, most weights have stopped moving although the gradient is not zero. Adam's step is about the learning
-# rate, whatever the gradient, and where the distance of neighbouring numbers is larger than twice that, nothing happens.
-# The digits that forward loses average out over samples. Those that the update loses add up over steps. Another remedy
-# is *stochastic rounding*, which rounds up with the probability of the remainder.
+# rate, whatever the gradient, and where the distance of neighbouring numbers is larger than twice that, nothing
+# happens. The digits that forward loses average out over samples. Those that the update loses add up over steps.
+# Another remedy is *stochastic rounding*, which rounds up with the probability of the remainder.
 #
 # </details>
 #
@@ -163,7 +163,7 @@ for param, reduce in ((single, single), (low, single), (low, low)):
     policy, sent, seen = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce), [], []
     layer = torch.nn.Linear(512, 512, bias=False, device=device)
     fully_shard(layer, mp_policy=policy, reshard_after_forward=True)
-    layer.register_forward_pre_hook(lambda layer, inputs: seen.append(layer.weight.dtype))
+    layer.register_forward_pre_hook(lambda layer, inputs, seen=seen: seen.append(layer.weight.dtype))
     with Sent():
         layer(torch.randn(8, 512, device=device)).float().square().mean().backward()
     formats = ", ".join(str(kind)[6:] for kind in (layer.weight.dtype, *seen, layer.weight.grad.dtype))
@@ -177,8 +177,8 @@ for param, reduce in ((single, single), (low, single), (low, low)):
 # reduce-scatter in `reduce_dtype`: 3 · 512 KiB, then 512 + 512, then 768. (A ring sends these bytes. gloo implements a
 # reduce-scatter as an all-reduce, and sends twice as many.)
 #
-# A root module keeps its parameters from forward to backward unless `reshard_after_forward=True`, which saves the second
-# all-gather.
+# A root module keeps its parameters from forward to backward unless `reshard_after_forward=True`, which saves the
+# second all-gather.
 #
 # </details>
 #
@@ -248,13 +248,13 @@ for name, (dtype, dim) in {**ways, "a scale per row, e4m3": (E4M3, 1)}.items():
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# About 4 % per product in e4m3, which training tolerates like noise of a small batch. One outlier pushes everything else
-# down, towards numbers that e4m3 does not have. e5m2 has fewer digits and more range: worse without the outlier, and
-# indifferent to it. Smaller units with a scale of their own contain the damage: DeepSeek-V3 (2024, section 3.3) has
+# About 4 % per product in e4m3, which training tolerates like noise of a small batch. One outlier pushes everything
+# else down, towards numbers that e4m3 does not have. e5m2 has fewer digits and more range: worse without the outlier,
+# and indifferent to it. Smaller units with a scale of their own contain the damage: DeepSeek-V3 (2024, section 3.3) has
 # scales for 1 × 128 activations and 128 × 128 weights.
 #
-# What is stored, sent and computed with in fp8 training, as in torchao: stored fp32 or bf16 weights; sent fp8 all-gathers,
-# if you choose so; computed fp8 products, everything else in bf16.
+# What is stored, sent and computed with in fp8 training, as in torchao: stored fp32 or bf16 weights; sent fp8
+# all-gathers, if you choose so; computed fp8 products, everything else in bf16.
 #
 # </details>
 #
@@ -446,8 +446,8 @@ check("precision.step", MixedPrecision)
 # ## Exercise: recompute under a limit
 #
 # Write `forward(blocks, x, limit)`. It passes `x` through the blocks, and returns the output of the last one. After it,
-# at most `limit` bytes of new tensors may exist; and backward may recompute no more than it has to, by the operations of
-# matrix products.
+# at most `limit` bytes of new tensors may exist; and backward may recompute no more than it has to, by the operations
+# of matrix products.
 #
 # A block is a `Sequential` of `Linear` layers of different widths, with one function between them: `ReLU`, whose
 # backward needs its output, or `GELU`, whose backward needs its input. `x` has the shape (tokens, width). The check
@@ -477,5 +477,5 @@ check("precision.recompute", forward)
 # | sums: products, losses, norms | – | – | fp32 |
 # | optimizer | fp32 shard | – | fp32 |
 #
-# Low precision halves what is sent and computed with. What is stored from step to step, the master copy and the moments,
-# keeps its digits, because errors there add up.
+# Low precision halves what is sent and computed with. What is stored from step to step, the master copy and the
+# moments, keeps its digits, because errors there add up.
