@@ -232,7 +232,7 @@ print(f"bf16, by the trace of the script: {expected['comm_bytes_per_step'] / 2**
 # **Emulated here:** this cell rounds to fp8 and multiplies in fp32. A GPU with fp8 units (H100 and later) multiplies
 # the 8-bit numbers themselves, twice as fast as bf16 by data sheet.
 #
-# **Predict** the error of a product with 3 bits of mantissa. What happens to it in all other rows if *one* number of the
+# **Predict** the error of a product with 3 bits of mantissa. What happens to it in the other rows if *one* number of the
 # inputs is 1,000 times as large as the rest, or 100,000 times? Would e5m2 do better? Would a scale for each row?
 
 
