@@ -49,7 +49,7 @@ FORMATS = {
 }
 for name, dtype in FORMATS.items():
     limits = torch.finfo(dtype)
-    stored = [f"{torch.tensor(number).to(dtype).item():8.4g}" for number in (0.1, 1e-8, 1e5, 1.001)]
+    stored = [f"{torch.tensor(number).to(dtype).item():10.4g}" for number in (0.1, 1e-8, 1e5, 1.001)]
     print(f"{name:9} {limits.bits // 8} bytes, up to {limits.max:7.2g}, next to 1: {1 + limits.eps:10.8g} ", *stored)
 
 # %% [markdown]

@@ -29,15 +29,15 @@ def flow(param: str = "bf16", reduce: str = "fp32", master: str = "fp32") -> go.
     for name, value in (("param", param), ("reduce", reduce), ("master", master)):
         check_choice(name, value, BYTES)
     stations = (  # row, format, what it is
-        (0, master, "shard of the<br>parameters"),
+        (0, master, "shard of<br>parameters"),
         (1, param, "all-gather"),
         (2, param, "forward and<br>activations"),
-        (2, "fp32", "sums inside a<br>product; loss"),
-        (1, param, "all-gather<br>once more"),
+        (2, "fp32", "sums of a<br>product, loss"),
+        (1, param, "all-gather<br>again"),
         (2, param, "backward and<br>gradients"),
-        (1, reduce, "reduce-scatter"),
-        (0, master, "shard of the<br>gradients"),
-        (0, master, "Adam: two moments<br>and the update"),
+        (1, reduce, "reduce-<br>scatter"),
+        (0, master, "shard of<br>gradients"),
+        (0, master, "moments,<br>update"),
     )
     shapes, notes, middles = [], [], []
     for number, (row, kind, words) in enumerate(stations):
