@@ -296,7 +296,7 @@ for way in ("stored", "full", "selective", "offload"):
     print(f"{way:10} activations {activations / 2**20:5.1f} MiB, peak {peak / 2**20:5.1f} MiB")
 
 # %%
-job.figure("memory_of_step")
+job.figure("memory_of_step")  # of the last run: offload
 
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
