@@ -89,6 +89,10 @@ def student(with_master, steps=400):
     return loss.item(), changed.item()
 
 
+# %% [markdown]
+# Both start from the same weights and see the same samples:
+
+# %%
 for with_master in (False, True):
     loss, changed = student(with_master)
     print(f"{'fp32 master' if with_master else 'bf16 only':12} loss {loss:.6f}, {changed:4.0%} of the weights change")
@@ -232,8 +236,8 @@ print(f"bf16, by the trace of the script: {expected['comm_bytes_per_step'] / 2**
 # **Emulated here:** this cell rounds to fp8 and multiplies in fp32. A GPU with fp8 units (H100 and later) multiplies
 # the 8-bit numbers themselves, twice as fast as bf16 by data sheet.
 #
-# **Predict** the error of a product with 3 bits of mantissa. What happens to it in the other rows if *one* number of the
-# inputs is 1,000 times as large as the rest, or 100,000 times? Would e5m2 do better? Would a scale for each row?
+# **Predict** the error of a product with 3 bits of mantissa. What happens to it in the other rows if *one* number of
+# the inputs is 1,000 times as large as the rest, or 100,000 times? Would e5m2 do better? Would a scale for each row?
 
 
 # %%
@@ -243,6 +247,10 @@ def rounded(x, dtype, dim=None):
     return (x / scale).to(dtype).float() * scale
 
 
+# %% [markdown]
+# Three ways to choose the scale, without an outlier and with two sizes of one:
+
+# %%
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 torch.manual_seed(0)
 inputs, weight = torch.randn(256, 512), torch.randn(512, 256) / 512**0.5
@@ -326,8 +334,8 @@ job.figure("memory_of_step")  # of the last run: offload
 #
 # **Predict** the number of graphs of a model with four blocks of 1 MiB: with DDP and buckets of 25 MiB, of 1 MiB; with
 # FSDP2, whose hooks gather and free each block; with TP. In which of them is communication inside a graph?
-
-# The ranks stay for four cells ([keep ranks](../labkit/reference/keep-ranks.md)). First the model:
+#
+# The ranks stay for the next cells ([keep ranks](../labkit/reference/keep-ranks.md)). First the model:
 
 
 # %%
@@ -371,9 +379,17 @@ def graphs_of(model):
     return graphs
 
 
+# %% [markdown]
+# DDP, with two sizes of buckets:
+
+# %%
+# %%ranks
 for mb in (25, 1):
     graphs = graphs_of(torch.nn.parallel.DistributedDataParallel(Model(), bucket_cap_mb=mb))
     print(f"DDP, buckets of {mb} MiB: {len(graphs)} graphs with {[len(graph) for graph in graphs]} operators")
+
+# %% [markdown]
+# FSDP2 shards each block and then the rest; TP splits the two matrices of each block:
 
 # %%
 # %%ranks
@@ -386,6 +402,9 @@ for unit in (*sharded.blocks, sharded):
     fully_shard(unit, mesh=mesh)
 for block in split.blocks:
     parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+# %%
+# %%ranks
 for name, model in {"FSDP2": sharded, "TP": split}.items():
     graphs = graphs_of(model)
     inside = sum(graph.count("redistribute") for graph in graphs)
