@@ -197,7 +197,7 @@ for param, reduce in ((single, single), (low, single), (low, low)):
 # `reduce_dtype=torch.float32` is what the lab's scripts use. The sum over *n* ranks in bf16 rounds at every addition of
 # the ring, so its error grows with *n*.
 #
-# Now the whole run of a GPT with 537,000 parameters. **Predict** the MiB that a rank sends per step in bf16. The lab
+# Now the whole run of a GPT with 1,073,536 parameters. **Predict** the MiB that a rank sends per step in bf16. The lab
 # traces the script and predicts as well. Does your number agree with either?
 
 # %%
