@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import time
+from pathlib import Path
 
 import pytest
+from answers import profiles
 from commands import called
 from conftest import processes_of
 
 from labkit.course.build import grade, sandbox
 from labkit.course.build.sandbox import Limits
+from labkit.course.build.solutions import precision
 
 RIGHT = """
 import torch.distributed as dist
@@ -100,6 +103,31 @@ def test_what_an_answer_uses_is_taken_from_the_file_and_nothing_else(folder):
     assert answer.name == "average_gradients"
     assert "MEAN = 1" in answer.text and "def average(" in answer.text
     assert "run(" not in answer.text and "check(" not in answer.text
+
+
+def test_an_answer_may_be_a_script_next_to_the_submission(folder, capsys):
+    call = 'check("profiles.faults", answer)'
+    for name, value in {"ada": '"fast_training.py"', "bob": "...", "cy": '"../ada/fast_training.py"'}.items():
+        (folder / name).mkdir()
+        (folder / name / "lab.py").write_text(f"from pathlib import Path\nanswer = {value}\n{call}\n")
+    (folder / "dan.py").write_text(f'mine = Path("none.py")\nanswer = mine\n{call}\n')
+    (folder / "ada" / "fast_training.py").write_text(profiles.FAST)
+    called("grade", str(folder))
+    printed = capsys.readouterr()
+    with (folder.parent / "class-grades.csv").open(encoding="utf-8") as file:
+        rows = {row["name"]: row for row in csv.DictReader(file) if row["exercise"] == "profiles.faults"}
+    verdicts = {name: row["verdict"] for name, row in rows.items()}
+    assert verdicts == {"ada/lab.py": "right", "bob/lab.py": "empty", "cy/lab.py": "wrong", "dan.py": "wrong"}, printed
+    assert "a script in the same folder" in rows["cy/lab.py"]["message"]
+    assert "there is no file" in rows["dan.py"]["message"]
+
+
+def test_answers_of_lab_22_are_graded(folder):
+    text = Path(precision.__file__).read_text(encoding="utf-8") + '\ncheck("precision.step", MixedPrecision)\n'
+    (folder / "ada.py").write_text(text)
+    (row,) = grade.grade(folder, (), Limits(), lambda row: None)
+    assert (row.exercise, row.verdict) == ("precision.step", "right"), row.message
+    assert row.sent_bytes and row.tensor_bytes and row.sent_bytes < row.tensor_bytes
 
 
 def test_the_wrong_usage_of_the_command(tmp_path, capsys):

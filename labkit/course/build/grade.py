@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 from labkit.course.build import criteria
@@ -21,6 +22,8 @@ from labkit.course.exercises import Wrong, exercise
 
 SUFFIXES = (".py", ".ipynb")
 TOPICS = ("build_data_parallel", "build_model_parallel")  # exercises whose answers are run
+EXERCISES = ("precision.step", "precision.recompute")  # others that are
+FILES = ("profiles.faults",)  # exercises whose answer is the name of a script next to the submission
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,17 @@ def _rows(name: str, path: Path, chosen: Sequence[str], limits: Limits) -> Itera
     answers = answers_in(tree)
     for wanted in chosen or answers or ("-",):
         if wanted not in answers:
-            what = f'check("{wanted}", …)' if chosen else "check(…) of an exercise of labs 13 and 14"
+            what = (
+                f'check("{wanted}", …)' if chosen else "check(…) of an exercise that is graded (labs 13, 14, 20 and 22)"
+            )
             yield Row(name, wanted, "missing", message=f"the file has no call of {what}")
-        elif (answer := answers[wanted]) is None:
-            yield Row(name, wanted, "wrong", message="the answer must be the name of a function or class of the file")
+        elif (answer := answers[wanted]) is ...:
+            yield Row(name, wanted, "empty", message="not answered yet: the answer still is the three dots")
+        elif answer is None:
+            what = "a script in the same folder" if wanted in FILES else "a function or class of the file"
+            yield Row(name, wanted, "wrong", message=f"the answer must be the name of {what}")
+        elif isinstance(answer, str):
+            yield _graded(name, wanted, path.parent / answer, limits)
         elif is_unanswered(tree, answer.name):
             words = f"not answered yet: {answer.name} still has the three dots of the starter code"
             yield Row(name, wanted, "empty", message=words)
@@ -99,7 +109,7 @@ def _rows(name: str, path: Path, chosen: Sequence[str], limits: Limits) -> Itera
             yield _graded(name, wanted, answer, limits)
 
 
-def _graded(name: str, wanted: str, answer: Answer, limits: Limits) -> Row:
+def _graded(name: str, wanted: str, answer: Answer | Path, limits: Limits) -> Row:
     """Judges one answer in the sandbox. Never raises because of the answer."""
     seen: list[Record] = []
     with criteria.launched_by(partial(run_sandboxed, limits=limits), seen.extend):
@@ -150,19 +160,36 @@ def text_of(path: Path) -> str:
     )
 
 
-def answers_in(tree: ast.Module) -> dict[str, Answer | None]:
-    """By exercise, the answer of each `check("topic.name", answer)`: its name, and what it uses of the file.
-    None if the answer is not a name that the file defines."""
-    found: dict[str, Answer | None] = {}
+def answers_in(tree: ast.Module) -> dict[str, Answer | str | EllipsisType | None]:
+    """By exercise, the answer of each `check("topic.name", answer)`: its name, and what it uses of the file; or the
+    name of a script, or the three dots of one. None if the answer is not a name that the file defines."""
+    found: dict[str, Answer | str | EllipsisType | None] = {}
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check"):
             continue
         if len(node.args) != 2 or not isinstance(node.args[0], ast.Constant):
             continue
         name, answer = str(node.args[0].value), node.args[1]
-        if name.partition(".")[0] in TOPICS:
+        if name in FILES:
+            found[name] = _file(tree, answer)
+        elif name in EXERCISES or name.partition(".")[0] in TOPICS:
             found[name] = _answer(tree, answer.id) if isinstance(answer, ast.Name) else None
     return found
+
+
+def _file(tree: ast.Module, value: ast.expr) -> str | EllipsisType | None:
+    """The name of a file in the folder of the submission, written as it is, as Path("…"), or in a variable."""
+    for _ in tree.body:  # a variable may be another one
+        if isinstance(value, ast.Name):
+            assigned = [
+                node.value for node in tree.body if isinstance(node, ast.Assign) and value.id in criteria.bound(node)
+            ]
+            value = assigned[-1] if assigned else value
+    if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "Path" and len(value.args) == 1:
+        value = value.args[0]
+    text = value.value if isinstance(value, ast.Constant) else None
+    is_name = isinstance(text, str) and Path(text).name == text
+    return text if text is ... or is_name else None
 
 
 def _answer(tree: ast.Module, name: str) -> Answer | None:

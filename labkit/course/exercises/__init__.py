@@ -55,6 +55,7 @@ LABS = {
     "clusters": "19_clusters",
     "profiles": "20_profiles",
     "dtensor": "21_dtensor",
+    "precision": "22_precision_and_memory",
     "without_restart": "23_without_restart",
 }
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TOPICS = (
     *("collectives", "data_parallel", "failures", "fit", "input_pipeline", "launching", "links", "mesh", "pipeline"),
-    *("roofline", "sharding", "tensor_parallel"),
+    *("precision", "roofline", "sharding", "tensor_parallel"),
 )
 
 

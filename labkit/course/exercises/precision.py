@@ -1,0 +1,205 @@
+"""Exercises of lab 22: the bytes of FSDP2 with a policy, a mixed-precision step on two CPU ranks, and which activations
+to recompute under a limit of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from labkit.common.units import size
+from labkit.course.build import criteria
+from labkit.course.build.criteria import check_class, check_function, records_of, solution
+from labkit.course.build.record import Record
+from labkit.course.exercises import Exercise, Wrong, require_function, require_number, result_of
+
+# ---- the bytes of FSDP2 with a policy
+
+
+_CASES = (  # parameters, ranks, bytes of param_dtype and of reduce_dtype, reshard_after_forward
+    (1_000_000, 4, 4, 4, True),
+    (1_000_000, 4, 1, 4, True),
+    (1_000_000, 4, 2, 4, True),
+    (3_000_000, 8, 2, 2, True),
+    (3_000_000, 2, 2, 4, False),
+    (7_000_000, 64, 1, 2, True),
+)
+
+
+def _bytes(answer: Any) -> str:
+    require_function(answer, "fsdp2(parameters, ranks, param, reduce, reshard)")
+    for case in _CASES:
+        call = f"fsdp2{case}"
+        given = result_of(call, answer, *case)
+        if not isinstance(given, (tuple, list)) or len(given) != 2:
+            raise Wrong(f"{call} returned {given!r}, expected two numbers of bytes: stored and sent")
+        for number in given:
+            require_number(number, f"of bytes, from {call}")
+        parameters, ranks, param, reduce, reshard = case
+        stored, sent = 12 * parameters / ranks, (ranks - 1) / ranks * parameters * (param * (1 + reshard) + reduce)
+        if not math.isclose(given[0], stored, rel_tol=1e-6):
+            raise Wrong(f"{call} stores {given[0]:,.0f} bytes: {_why_stored(given[0], case)}")
+        if not math.isclose(given[1], sent, rel_tol=1e-6):
+            raise Wrong(f"{call} sends {given[1]:,.0f} bytes: {_why_sent(given[1], case)}")
+    return "the policy decides what is sent; what is stored from step to step stays in fp32"
+
+
+def _why_stored(got: float, case: Sequence[int]) -> str:
+    parameters, ranks, param, *_ = case
+    if math.isclose(got, 12 * parameters, rel_tol=1e-6):
+        return "that is all of it; each rank has a shard"
+    if math.isclose(got, (param + 8) * parameters / ranks, rel_tol=1e-6):
+        return "the sharded parameters keep the dtype that the model has; param_dtype is that of the gathered copy"
+    if math.isclose(got, 16 * parameters / ranks, rel_tol=1e-6):
+        return "between two steps there are no gradients"
+    return "which dtype have the shard of the parameters and the two moments of Adam?"
+
+
+def _why_sent(got: float, case: Sequence[int]) -> str:
+    parameters, ranks, param, reduce, reshard = case
+    whole = (ranks - 1) / ranks * parameters
+    if math.isclose(got, whole * (param * (2 - reshard) + reduce), rel_tol=1e-6):
+        return "parameters are gathered again for backward only if they were freed after forward"
+    if math.isclose(got, whole * (param * (1 + reshard) + param), rel_tol=1e-6):
+        return "the gradients are sent in reduce_dtype"
+    if math.isclose(got, parameters * (param * (1 + reshard) + reduce), rel_tol=1e-6):
+        return "a ring sends (n − 1) / n of the whole: a rank has its own shard already"
+    return "count the all-gathers in param_dtype and the reduce-scatter in reduce_dtype"
+
+
+# ---- a step in mixed precision
+
+
+_RANKS = 2
+
+
+def _step(answer: Any) -> str:
+    check_class(answer, "whose objects have step(loss)", ["model", "make_optimizer", "scale"])
+    records = criteria.ended(records_of("precision", "step", answer, _RANKS))
+    for record in records:
+        computing, updated = record.figures["computing"], record.figures.get("updated", ["nothing"])
+        if computing != ["float16"]:
+            raise Wrong(
+                f"parameters: on rank {record.rank} the model has {', '.join(computing)}, expected float16: use"
+                " model.half()"
+            )
+        if updated != ["float32"]:
+            raise Wrong(
+                f"master weights: on rank {record.rank} the optimizer updates {', '.join(updated)}, expected float32:"
+                " fp16 rounds small updates away"
+            )
+        wide = {kind: count for kind, count in record.figures["products"].items() if kind != "float16"}
+        if wide:
+            kinds = ", ".join(f"{count} of {kind}" for kind, count in wide.items())
+            raise Wrong(
+                f"computation: the matrix products of rank {record.rank} get tensors that are not fp16: {kinds}"
+            )
+    _finite(records)
+    criteria.results(records)
+    criteria.sent_between(
+        records, _gradients, _gradients, "an all-reduce of the gradients with 2 bytes each, in every step"
+    )
+    criteria.memory(
+        records,
+        "between two steps",
+        lambda record: 14 * record.figures["numbers"],
+        "per parameter 2 bytes in fp16, 4 of its fp32 copy, and 8 of the moments of Adam; gradients are freed",
+    )
+    stored = max(count for record in records for count in record.memory["between two steps"])
+    return (
+        "losses and parameters are those of one device, two overflows are skipped on both ranks; between two steps a"
+        f" rank stores {stored / records[0].figures['numbers']:.1f} bytes per parameter, and it sends"
+        f" {size(records[0].sent(0))} per step, by {criteria.calls_in_words(records[0], 0)}"
+    )
+
+
+def _finite(records: Sequence[Record]) -> None:
+    """No loss is NaN, which the parameters are after an update with a gradient that overflowed."""
+    for step in records[0].steps():
+        lost = [record.rank for record in records if not all(map(math.isfinite, record.losses[step : step + 1]))]
+        if len(lost) == len(records):
+            raise Wrong(
+                f"losses: from step {step} on they have no value: a gradient overflowed, and the update was made all"
+                " the same"
+            )
+        if lost:
+            raise Wrong(
+                f"losses: from step {step} on, that of rank {lost[0]} has no value, but others have one: a gradient"
+                " overflowed on one rank, and another one made an update; decide by the gradients after the all-reduce"
+            )
+
+
+def _gradients(record: Record) -> float:
+    """Bytes that a rank sends to reduce all gradients in fp16."""
+    return 2 * (_RANKS - 1) / _RANKS * 2 * record.figures["numbers"]
+
+
+# ---- forward under a limit of memory
+
+
+_EXACT = 1e-4  # relative difference of a gradient: what is recomputed is the same, in another order at most
+_ELEMENTS = 2.0  # times as many elements outside of matrix products as without recomputation
+
+
+def _recompute(answer: Any) -> str:
+    check_function(answer, ["blocks", "x", "limit"])
+    records = criteria.ended(records_of("precision", "recompute", answer, 1), finished_api=True)
+    (record,) = records
+    criteria.results(records)
+    for name, difference in record.differences.items():
+        if difference > _EXACT:
+            raise Wrong(
+                f"results: the {name} differs by {difference:.2g} (relative), expected at most {_EXACT:g}: store"
+                " activations as they are, or recompute them"
+            )
+    said = []
+    for case in record.steps():
+        limit, everything = record.figures["limit"][case], record.figures["all"][case]
+        got = record.memory["after forward"][case]
+        if got > limit:
+            raise Wrong(
+                f"memory: after forward of case {case} there are {size(got)} of new tensors, the limit is"
+                f" {size(limit)}; without recomputation there are {size(everything)}"
+            )
+        if record.process["after forward"][case] > (everything - limit) / 2:
+            grown = size(record.process["after forward"][case])
+            raise Wrong(
+                f"memory: after forward of case {case}, the process has grown by {grown} beyond its tensors; byte"
+                " strings and arrays count as well"
+            )
+        again = record.flops(case, "forward", "backward") - record.flops(case, "plain")
+        best = record.figures["least"][case]
+        if again > best * (1 + criteria.SLACK):
+            raise Wrong(
+                f"computation: case {case} recomputes {again / 1e6:,.0f} million operations of matrix products; with"
+                f" another choice of blocks, {best / 1e6:,.0f} are enough for this limit ({size(got)} of"
+                f" {size(limit)} are used)"
+            )
+        outside, plain = (
+            record.operations(case, *phases) - record.flops(case, *phases)
+            for phases in (("forward", "backward"), ("plain",))
+        )
+        if outside > _ELEMENTS * plain:
+            raise Wrong(
+                f"computation: case {case} computes {outside:,} elements outside of matrix products, expected at most"
+                f" {_ELEMENTS * plain:,.0f}: twice as many as without recomputation"
+            )
+        said.append(f"{size(got)} of {size(limit)} with {again / 1e6:,.0f} million operations more")
+    return f"gradients are exact, and no choice of blocks is cheaper: {'; '.join(said)}"
+
+
+EXERCISES = {
+    "bytes": Exercise(
+        "What FSDP2 stores and sends",
+        _bytes,
+        "Stored: `12 * parameters / ranks`, a shard of the parameters and two moments in fp32, whatever the policy."
+        " Sent: `(ranks - 1) / ranks * parameters * (param * (1 + reshard) + reduce)`.",
+    ),
+    "step": Exercise("A mixed-precision step", _step, solution("precision", "MixedPrecision")),
+    "recompute": Exercise(
+        "Recompute under a limit",
+        _recompute,
+        solution("precision", "forward", "stored_and_recomputed"),
+        given="activations",
+    ),
+}

@@ -1,0 +1,63 @@
+"""The exercises of lab 22: honest mistakes are named, other right answers pass, and cheats are seen by what is
+measured."""
+
+from __future__ import annotations
+
+import pytest
+from answers import precision
+from answers.precision import fsdp2
+
+from labkit import check
+from labkit.course.build.ranks import precision as trials
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(("changes", "words"), precision.STEPS.values(), ids=precision.STEPS)
+def test_a_wrong_step_is_rejected_with_what_was_measured(changes, words):
+    verdict = check("precision.step", precision.stepped(*changes))
+    assert verdict.state == "wrong" and words in verdict.words, verdict.words
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("changes", precision.OTHER_STEPS.values(), ids=precision.OTHER_STEPS)
+def test_another_right_step_is_right(changes):
+    verdict = check("precision.step", precision.stepped(*changes))
+    assert verdict.state == "right", verdict.words
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(("changes", "words"), precision.FORWARDS.values(), ids=precision.FORWARDS)
+def test_a_wrong_forward_is_rejected_with_what_was_measured(changes, words):
+    verdict = check("precision.recompute", precision.passed(*changes))
+    assert verdict.state == "wrong" and words in verdict.words, verdict.words
+
+
+def test_no_shortcut_finds_the_best_choice_of_any_draw():
+    """Not even storing first what costs most to recompute per byte."""
+    for _ in range(20):
+        blocks, budget = trials._draw_case()
+        best = trials.least(blocks, budget)
+        by_ratio = sorted(blocks, key=lambda block: trials.recomputed(block) / trials.stored(block), reverse=True)
+        for order in (blocks, blocks[::-1], by_ratio):
+            left, again = budget, 0
+            for block in order:
+                fits = trials.stored(block) <= left
+                left, again = (left - trials.stored(block), again) if fits else (left, again + trials.recomputed(block))
+            assert again >= best
+        assert again > 1.02 * best
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda *case: (12 * case[0], fsdp2(*case)[1]), "each rank has a shard"),
+        (lambda *case: (16 * case[0] / case[1], fsdp2(*case)[1]), "between two steps there are no gradients"),
+        (lambda *case: (fsdp2(*case)[0], fsdp2(*case[:4], True)[1]), "only if they were freed after forward"),
+        (lambda *case: (fsdp2(*case)[0], fsdp2(*case[:3], case[2], case[4])[1]), "the gradients are sent in reduce"),
+        (lambda *case: (fsdp2(*case)[0], fsdp2(*case)[1] * case[1] / (case[1] - 1)), "a ring sends (n − 1) / n"),
+        (lambda *case: fsdp2(*case)[0], "expected two numbers of bytes"),
+    ],
+)
+def test_wrong_bytes_are_explained(answer, words):
+    verdict = check("precision.bytes", answer)
+    assert verdict.state == "wrong" and words in verdict.words, verdict.words
