@@ -167,17 +167,17 @@ check("without_restart.samples", lost)
 # each replica i has come, θᵢ. The mean of θ − θᵢ is a **pseudo-gradient**: an *outer* optimizer, SGD with Nesterov
 # momentum, makes one step from θ with it, and all replicas continue there. The paper uses H = 500.
 #
-# **Predict:** how many bytes does a rank send per step, relative to DDP, with H = 5 and 20? Is the loss after the same
+# **Predict:** how many bytes does a rank send per step, relative to DDP, with H = 5 and 25? Is the loss after the same
 # number of samples lower than DDP's, equal, or higher?
 
 # %%
 my_guess = guess("sent_mb", ...)  # MiB that a rank sends per step under DDP
-TEXT = {"nproc": 2, "device": "cpu", "workload": "gpt", "batch_size": 8, "steps": 60, "sample_every": 0}
+TEXT = {"nproc": 2, "device": "cpu", "workload": "gpt", "batch_size": 4, "steps": 75}
 trained = {1: run("ddp", **TEXT).wait()}  # by H
 my_guess
 
 # %%
-for every in (5, 20):
+for every in (5, 25):
     trained[every] = run("diloco", **TEXT, options={"sync_every": every}).wait()
 
 
@@ -189,19 +189,19 @@ def loss(job):
 
 
 for every, job in trained.items():
-    sent = job.summary()["ranks"][0]["comm_bytes_per_step"] / 2**20  # in a step after which the replicas meet
+    sent = job.summary()["ranks"][0]["comm_bytes_per_step"] / 2**20  # in step 50, after which the replicas meet
     how = "DDP" if every == 1 else f"DiLoCo, H = {every}"
-    print(f"{how:14} {sent:.2f} MiB per meeting, {sent / every:.2f} MiB per step; loss {loss(job):.3f} after 60 steps")
+    print(f"{how:14} {sent:.2f} MiB per meeting, {sent / every:.2f} MiB per step; loss {loss(job):.3f} after 75 steps")
 
 # %%
-trained[20].figure("loss")
+trained[25].figure("loss")
 
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
 # 1/H of the bytes: a meeting sends as much as a step of DDP. The loss is that of a *different* training, and it may be
 # lower than DDP's here: the outer momentum makes longer steps, and nobody has tuned DDP's learning rate for so few.
-# One run of 60 steps with one seed decides nothing. The paper starts from a model that is trained already, goes on for
+# One run of 75 steps with one seed decides nothing. The paper starts from a model that is trained already, goes on for
 # tens of thousands of steps, and then finds DiLoCo about as good as training in step. All other strategies of this lab
 # have the losses of a single device; DiLoCo is the one that does not.
 #

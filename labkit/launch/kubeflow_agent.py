@@ -183,7 +183,8 @@ class _Pods:
         self._written: Counter[str] = Counter()  # lines by pod
         self._threads: dict[str, threading.Thread] = {}
         self._places: dict[int, Path] = {}
-        with suppress(OSError), folder.open(folder.pods_log) as file:
+        log = folder.pods_log
+        with suppress(OSError), folder.open(log) as file:
             for line in file:
                 if found := re.match(rb"\[pod/([\w.-]+)/", line):
                     self._written[found[1].decode()] += 1

@@ -2,12 +2,12 @@
 
 The script of such a run (`frontends/magic/kept.py` writes it) initialises the process group and calls `serve`. A rank
 listens on a socket in the run's folder for sockets, which only this user can enter, and the notebook connects. Messages
-are objects of JSON, and bytes of tensors (`values.py`); nothing is unpickled. The main thread runs cells, and a second
-thread answers questions meanwhile: where the rank is, which variables it has.
+are objects of JSON, and bytes of tensors (`values.py`) and pictures; nothing is unpickled. The main thread runs cells,
+and a second thread answers questions meanwhile: where the rank is, which variables it has.
 
 | asked (`do`) | answered |
 | --- | --- |
-| `run`: `cell` (its name), `code` | `done`: `seconds`, `peak`, `sent`, `value`, `error`, `reports`, `calls` |
+| `run`: `cell` (a name), `code` | `done`: `seconds`, `peak`, `sent`, `calls`, `value`, `pictures`, `error`, `reports` |
 | `where` | `cell` and `line`, what it waits in (`call`, `pending`), `cpu` seconds of its process |
 | `variables` | `rows`: name, type, shape, dtype, device, bytes of each |
 | `complete`: `text` | `completed`: `names` of variables, or of attributes, that begin with it |
@@ -26,7 +26,10 @@ is of no use, and `regroup` makes a new one, for which all ranks meet through a 
 from __future__ import annotations
 
 import ast
+import asyncio
 import builtins
+import inspect
+import io
 import json
 import linecache
 import os
@@ -40,6 +43,7 @@ import threading
 import time
 import traceback
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -61,6 +65,8 @@ _VALUE = 1 << 14  # characters of the value of a cell
 _ITEMS = 1_000  # of a container that are written out
 _WIDTH = 100
 _ROWS = 500  # variables that are listed
+_PICTURES = 16  # of one cell
+_LARGEST = 4 << 20  # bytes of a picture
 _WRAPPERS = ("wrapper", "_fn")  # functions of torch around a collective
 
 
@@ -90,6 +96,7 @@ class Cells:
 
     def __init__(self, connection: Connection, namespace: dict[str, Any]):
         self._connection, self._namespace = connection, namespace
+        namespace["display"] = self._display
         self._given = dict(namespace)
         self._sending = threading.Lock()
         self._asked: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -97,8 +104,11 @@ class Cells:
         self._cell = ""  # the name of the cell that runs
         self._cells: set[str] = set()
         self._reports: dict[str, Any] = {}
+        self._pictures: list[tuple[str, bytes]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None  # of cells with `await`
         self._backend = dist.get_backend()
         builtins.input, sys.breakpointhook = _refuse_input, _refuse_breakpoint
+        warnings.filterwarnings("ignore", "FigureCanvasAgg is non-interactive")  # plt.show(): the notebook shows it
         torch.monitor.register_event_handler(self._hear)
 
     def run(self) -> None:
@@ -183,6 +193,7 @@ class Cells:
     def _run(self, name: str, code: str) -> None:
         self._cells.add(name)
         self._reports.clear()
+        self._pictures.clear()
         linecache.cache[name] = len(code), None, code.splitlines(keepends=True), name
         if self._steps:
             self._steps.cell_begins()
@@ -195,6 +206,7 @@ class Cells:
             try:
                 self._cell = name
                 value = self._execute(name, code)
+                self._pictures += _figures()
                 _synchronize()
             finally:
                 self._cell = ""
@@ -205,8 +217,11 @@ class Cells:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
+        pictures = self._pictures[:_PICTURES]
         self._send(
+            [content for _, content in pictures],
             did="done",
+            pictures=[kind for kind, _ in pictures],
             seconds=seconds,
             peak=_peak(),
             sent=self._sent(since, messages),
@@ -217,18 +232,37 @@ class Cells:
         )
 
     def _execute(self, name: str, code: str) -> str:
-        """Runs a cell, and returns the value of its last expression as text; empty if there is none."""
+        """Runs a cell, and returns the value of its last expression as text; empty if there is none, or if it is a
+        picture."""
         tree = ast.parse(code, name)
         last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) and not code.rstrip().endswith(";") else None
-        exec(compile(tree, name, "exec", dont_inherit=True), self._namespace)
+        self._evaluate(compile(tree, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True))
         if not isinstance(last, ast.Expr):
             return ""
-        flags = _flags(tree)
-        value = eval(compile(ast.Expression(last.value), name, "eval", flags, dont_inherit=True), self._namespace)
+        flags = _flags(tree) | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        value = self._evaluate(compile(ast.Expression(last.value), name, "eval", flags, dont_inherit=True))
         if value is None:
             return ""
         self._namespace["_"] = value
+        if picture := _picture(value):
+            self._pictures.append(picture)
+            return ""
         return _text(value)
+
+    def _evaluate(self, code: types.CodeType) -> Any:
+        value = eval(code, self._namespace)
+        if not code.co_flags & inspect.CO_COROUTINE:
+            return value
+        self._loop = self._loop or asyncio.new_event_loop()
+        return self._loop.run_until_complete(value)
+
+    def _display(self, *values: Any) -> None:
+        """`display` of a notebook: pictures, and everything else as text."""
+        for value in values:
+            if picture := _picture(value):
+                self._pictures.append(picture)
+            else:
+                print(_text(value))
 
     def _hear(self, event: Any) -> None:
         if event.name == REPORT:
@@ -347,6 +381,40 @@ def _text(value: Any) -> str:
         first = dict(islice(value.items(), _ITEMS))
         return clipped(f"{pprint.pformat(first, width=_WIDTH, sort_dicts=False)}\n… {len(value):,} items", _VALUE)
     return clipped(pprint.pformat(value, width=_WIDTH, sort_dicts=False), _VALUE)
+
+
+def _picture(value: Any) -> tuple[str, bytes] | None:
+    """The MIME type and content of a value that is a picture to notebooks, or a figure of matplotlib; otherwise None.
+    A figure that is shown this way is closed."""
+    with suppress(Exception):  # a class may do anything when it is asked
+        figures = sys.modules.get("matplotlib.figure")
+        if figures is not None and isinstance(value, figures.Figure):
+            buffer = io.BytesIO()
+            value.savefig(buffer, format="png", bbox_inches="tight")
+            if pyplot := sys.modules.get("matplotlib.pyplot"):
+                pyplot.close(value)
+            return _bounded("image/png", buffer.getvalue())
+        for kind, method in (("image/png", "_repr_png_"), ("image/svg+xml", "_repr_svg_")):
+            made = None if isinstance(value, type) else getattr(value, method, None)
+            content = made() if callable(made) else None
+            if isinstance(content, tuple):  # with metadata
+                content = content[0]
+            if content:
+                return _bounded(kind, content.encode() if isinstance(content, str) else bytes(content))
+    return None
+
+
+def _bounded(kind: str, content: bytes) -> tuple[str, bytes] | None:
+    return (kind, content) if len(content) <= _LARGEST else None
+
+
+def _figures() -> list[tuple[str, bytes]]:
+    """The figures of matplotlib that the cell has left open, which are closed."""
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is None:
+        return []
+    open_figures = [pyplot.figure(number) for number in pyplot.get_fignums()]
+    return [picture for figure in open_figures if (picture := _picture(figure))]
 
 
 def _facts(value: Any) -> dict[str, Any]:

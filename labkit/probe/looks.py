@@ -340,8 +340,8 @@ class Looks:
                 return torch.empty(0, 2, dtype=torch.float64)
             device = next((part.device for part in parts if part.is_cuda), parts[0].device)
             rows = torch.zeros(len(parts), _ELEMENTS, dtype=torch.float64, device=device)
-            lengths = [length for part in parts for length in (len(part), _ELEMENTS - len(part))]
-            torch._foreach_copy_(rows.view(-1).split(lengths)[::2], parts, non_blocking=True)
+            for row, part in zip(rows.unbind(), parts):
+                row[: len(part)].copy_(part, non_blocking=True)
             return torch.stack(((rows * _weights(device)).sum(1), rows.abs().sum(1)), dim=1)
 
     def _settings(self) -> dict[str, float]:

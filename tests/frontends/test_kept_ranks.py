@@ -83,6 +83,19 @@ def test_the_value_of_a_future_feature_and_of_a_huge_container(front):
     assert "line 49999" in shown and "49,600 earlier lines" in shown
 
 
+def test_pictures_of_ranks_are_shown(front):
+    front.shows("%%ranks\nclass Dot:\n    def _repr_svg_(self):\n        return f'<svg><!-- {rank} --></svg>'")
+    page = front.shows("%%ranks 0-1\ndisplay(Dot(), 7)\nDot()", "text/html")
+    assert page.count("data:image/svg+xml;base64,") == 4 and "<svg" not in page
+    assert 'alt="picture of rank 1"' in page and ">7<" in page
+
+
+def test_cells_may_await(front):
+    code = "import asyncio\n\nasync def double(x):\n    await asyncio.sleep(0)\n    return 2 * x\n\n"
+    assert "42" in front.shows(f"%%ranks 0\n{code}y = await double(20)\nawait double(21)")
+    assert "── rank 1" in front.shows("%%ranks\nawait double(rank)")
+
+
 def test_report_makes_a_table(front):
     from_ranks = front.shows("%%ranks 1-2\nreport(square=rank * rank)")
     assert from_ranks.splitlines()[-3:] == ["rank  square", "   1       1", "   2       4"]

@@ -32,8 +32,8 @@ class Front:
         """Starts executing code; `end` waits for it."""
         return self.client.execute(code, allow_stdin=True)
 
-    def end(self, request: str) -> str:
-        """Waits until a request has been executed, and returns all that it shows, as text."""
+    def end(self, request: str, kind_of_text: str = "text/plain") -> str:
+        """Waits until a request has been executed, and returns all that it shows, as text or as HTML."""
         texts: dict[str, str] = {}
         deadline = time.monotonic() + SECONDS
         while True:
@@ -50,11 +50,11 @@ class Front:
             elif kind == "error":
                 texts[place] = f"{content['ename']}: {content['evalue']}"
             elif "data" in content:
-                texts[place] = content["data"].get("text/plain", "")
+                texts[place] = content["data"].get(kind_of_text, "")
 
-    def shows(self, code: str) -> str:
-        """Executes code and returns all that it shows at its end, as text."""
-        return self.end(self.begin(code))
+    def shows(self, code: str, kind_of_text: str = "text/plain") -> str:
+        """Executes code and returns all that it shows at its end, as text or as HTML."""
+        return self.end(self.begin(code), kind_of_text)
 
     def take(self, message) -> None:
         """Stores displayed output by its display id."""

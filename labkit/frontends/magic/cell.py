@@ -57,13 +57,14 @@ class Cell:
     name: str | None = None
 
     @classmethod
-    def read(cls, line: str, body: str, machine: Machine) -> Cell:
-        """Parses the rest of the first line after `%%torchrun`, and the lines below it. Raises `CellError`."""
+    def read(cls, line: str, body: str, machine: Machine, flags: int = 0) -> Cell:
+        """Parses the rest of the first line after `%%torchrun`, and the lines below it, with `flags` of the compiler.
+        Raises `CellError`."""
         nproc, device, name = _asked(line)
         if device is None:
             device = "cuda" if len(machine.gpus) >= nproc else "cpu"
         cell = cls(body, _settled(nproc, device, machine), name)
-        check_body(body, cell.script, cell.before.count("\n"))
+        check_body(body, cell.script, cell.before.count("\n"), flags)
         return cell
 
     @property
@@ -90,13 +91,13 @@ class Cell:
         )
 
 
-def check_body(body: str, script: str, before: int) -> None:
-    """Raises `CellError` unless the cell is Python; `script` is what is compiled, with `before` lines above the
-    cell."""
+def check_body(body: str, script: str, before: int, flags: int = 0) -> None:
+    """Raises `CellError` unless the cell is Python; `script` is what is compiled with `flags`, and has `before` lines
+    above the cell."""
     if not body.strip():
         raise CellError("the cell is empty; write the code for every rank below the first line")
     try:
-        compile(script, "cell", "exec", dont_inherit=True)
+        compile(script, "cell", "exec", flags, dont_inherit=True)
     except SyntaxError as error:
         lines = body.splitlines()
         number = max(min((error.lineno or 0) - before, len(lines)), 1)

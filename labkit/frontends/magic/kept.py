@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
+from ast import PyCF_ALLOW_TOP_LEVEL_AWAIT
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,6 +32,7 @@ from labkit.figures.tables import table_text
 from labkit.frontends.magic.cell import KEEP, Cell, CellError, check_body, words_of
 from labkit.frontends.magic.group import Group, Message, RanksGone
 from labkit.frontends.magic.output import (
+    PICTURES,
     Measured,
     RankOutput,
     Shown,
@@ -81,6 +83,7 @@ class _Rank:
     moved."""
 
     done: dict[str, Any] | None = None
+    pictures: tuple[tuple[str, bytes], ...] = ()
     where: dict[str, Any] = field(default_factory=dict)
     asked: float = 0.0
     still: float | None = None
@@ -187,7 +190,10 @@ class KeptCell:
             self._show(tone, f"{words} {ranks_text(self._open)} · {now - self._begun:.0f} s", self._waiting())
 
     def _ended(self, message: Message) -> None:
-        self._ranks[message.rank].done = message.fields
+        rank = self._ranks[message.rank]
+        rank.done = message.fields
+        kinds = message.fields.get("pictures") or []
+        rank.pictures = tuple((kind, content) for kind, content in zip(kinds, message.data) if kind in PICTURES)
 
     def _moved(self, message: Message) -> None:
         if message.rank in self._ranks:  # not one of an earlier cell
@@ -339,7 +345,14 @@ class KeptCell:
         else:
             measured = ()
         return RankOutput(
-            number, texts["stdout"], texts["stderr"], passed, fate, value=self._named(value), measured=measured
+            number,
+            texts["stdout"],
+            texts["stderr"],
+            passed,
+            fate,
+            value=self._named(value),
+            pictures=rank.pictures,
+            measured=measured,
         )
 
     def _named(self, text: str) -> str:
@@ -366,7 +379,8 @@ def register(ipython: Any) -> None:
 def begin_with(line: str, body: str) -> None:
     """`%%torchrun N --keep`: starts ranks that stay, unless they are there, and runs the first cell on them."""
     global _group
-    cell = Cell.read(shlex.join(word for word in words_of(line) if word != KEEP), body, Machine.here())
+    first = shlex.join(word for word in words_of(line) if word != KEEP)
+    cell = Cell.read(first, body, Machine.here(), PyCF_ALLOW_TOP_LEVEL_AWAIT)
     if cell.name is not None:
         raise CellError(f"--as is for ranks that end with their cell; with {KEEP}, use %ranks pull NAME")
     place = _Place()
@@ -400,7 +414,7 @@ def ranks(line: str, body: str | None = None) -> None:
             _do(_group, words_of(line))
             return
         chosen = _chosen(line.strip(), _group)
-        check_body(body, f"\n{body}", 1)
+        check_body(body, f"\n{body}", 1, PyCF_ALLOW_TOP_LEVEL_AWAIT)
         _group.check()
         _run(_group, chosen, body, _Place())
     except CellError as error:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from labkit.common.text import escape, visible, visible_log
-from labkit.common.units import milliseconds, size
+from labkit.common.units import counted, milliseconds, size
 from labkit.figures import rank_colour
 
 _TONES = {"good": "#009E73", "bad": "#D55E00", "busy": "#0A86D8", "waiting": "#E69F00", "quiet": "#8C8C8C"}
@@ -19,6 +20,7 @@ _BLOCK = (
 # keeps the newest line visible
 _LINES = f"{_MONO};max-height:20em;overflow:auto;display:flex;flex-direction:column-reverse"
 _PRE = f"{_MONO};margin:0;padding:0;background:none;white-space:pre-wrap;overflow-wrap:anywhere"
+PICTURES = ("image/png", "image/svg+xml")  # MIME types of pictures that are shown; a browser runs no code in either
 _DIGITS = 6  # significant digits of a number in the table
 
 
@@ -35,7 +37,7 @@ class Measured:
 @dataclass(frozen=True)
 class RankOutput:
     """The output of one rank, or of several with the same output: the newest lines of both streams, the number of
-    earlier lines, the value of the last expression, and how the rank ended."""
+    earlier lines, the value of the last expression, pictures, and how the rank ended."""
 
     rank: int
     stdout: str
@@ -44,6 +46,7 @@ class RankOutput:
     fate: str = ""  # in words, such as "failed first"
     aside: bool = False  # whether its errors are only a consequence of another rank's failure
     value: str = ""
+    pictures: tuple[tuple[str, bytes], ...] = ()  # MIME type and content
     measured: tuple[Measured, ...] = ()  # by rank, if the cell was measured
     others: tuple[int, ...] = ()  # the further ranks with this output
 
@@ -143,7 +146,10 @@ class Shown:
         return (
             self.ranks
             if not self.reports
-            or any(output.stdout or output.stderr or output.passed or output.value for output in self.ranks)
+            or any(
+                output.stdout or output.stderr or output.passed or output.value or output.pictures
+                for output in self.ranks
+            )
             else ()
         )
 
@@ -171,7 +177,8 @@ class Shown:
         parts = [self.title, self.hint]
         for output in self._said:
             passed = f"… {output.passed:,} earlier lines\n" if output.passed else ""
-            said = passed + "\n".join(filter(None, (output.stdout, output.value, output.stderr)))
+            pictures = f"({counted(len(output.pictures), 'picture')})" if output.pictures else ""
+            said = passed + "\n".join(filter(None, (output.stdout, output.value, pictures, output.stderr)))
             heading = " · ".join(filter(None, (output.heading, output.took)))
             parts.append(f"── {heading}\n{_plain(said) or '(no output)'}")
         parts.append(table_text(self.reports or {}, self._numbers))
@@ -192,13 +199,19 @@ def _block(output: RankOutput) -> str:
         errors = ""
     elif output.aside:
         errors = f"<details><summary>stderr</summary>{errors}</details>"
-    nothing = "" if said or errors or passed or value else '<span style="opacity:.6">(no output)</span>'
+    pictures = "".join(_image(*picture, output.name) for picture in output.pictures)
+    nothing = "" if said or errors or passed or value or pictures else '<span style="opacity:.6">(no output)</span>'
     squares = "".join(f'<span style="color:{rank_colour(rank)}">■</span>' for rank in (output.rank, *output.others))
     took = f' <span style="opacity:.75">{escape(output.took)}</span>' if output.measured else ""
     mark = f'<span aria-hidden="true">{squares}</span> <b>{escape(output.heading)}</b>{took}'
-    lines = f'<div style="{_LINES}" tabindex="0"><div>{passed}{said}{value}{errors}{nothing}</div></div>'
+    lines = f'<div style="{_LINES}" tabindex="0"><div>{passed}{said}{value}{errors}{nothing}</div></div>{pictures}'
     style = _BLOCK.format(colour=_TONES["quiet"] if output.others else colour)
     return f'<div role="group" aria-label="{output.name}" class="labkit-cell-rank" style="{style}">{mark}{lines}</div>'
+
+
+def _image(kind: str, content: bytes, name: str) -> str:
+    source = f"data:{escape(kind)};base64,{b64encode(content).decode()}"
+    return f'<img alt="picture of {name}" style="max-width:100%;background:#fff" src="{source}">'
 
 
 def counted_ranks(nproc: int, device: str = "") -> str:

@@ -62,7 +62,7 @@ STEPS = {  # wrong steps, honest and not: changes of the solution, and the words
         "fp16 rounds small updates away",
     ),
     "sends fp32": ([SENDS_FP32], "reduce them in fp16, as they are"),
-    "sends nothing": ([("        dist.all_reduce(flat)", "        flat *= 2")], "losses: "),
+    "sends nothing": ([("        dist.all_reduce(flat)", "        flat *= 2")], "a single device"),
     "keeps the gradients": (
         [("        flat = flat.float()", "        self.kept = flat\n        flat = flat.float()")],
         "memory: between two steps",
@@ -82,7 +82,7 @@ STEPS = {  # wrong steps, honest and not: changes of the solution, and the words
     ),
     "overflow becomes a number": (
         [("        if not flat", "        flat = flat.nan_to_num(0, 0, 0)\n        if not flat")],
-        "results: ",
+        "a single device",
     ),
     "a finished implementation": (
         [("model.half()  #", "nn.parallel.DistributedDataParallel(model.half())  #")],
