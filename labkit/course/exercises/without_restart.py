@@ -54,7 +54,7 @@ def _ring(record: Record, ranks: int) -> float:
 
 def _diloco(answer: Any) -> str:
     check_class(answer, "of outer optimizers", ["model", "every", "rate", "momentum"])
-    records = criteria.ended(records_of("replicas", "diloco", answer, _RANKS))
+    records = criteria.ended(records_of("replicas", "outer_step", answer, _RANKS))
     every = records[0].figures["every"]
     for record in records:
         for step in record.steps():

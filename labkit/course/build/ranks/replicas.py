@@ -61,7 +61,7 @@ def draw(trial: str, ranks: int) -> list[Given]:
     For DiLoCo `every`, `rate` and `momentum`. For recovery the rank `victim`, the step `kill` in which it is killed and
     the step `back` in which it is there again; and the parameters of its second life, after "new "."""
     every = EVERY[int(torch.randint(len(EVERY), ()))]
-    steps = ROUNDS * every if trial == "diloco" else STEPS
+    steps = ROUNDS * every if trial == "outer_step" else STEPS
     shared: dict[str, Any] = {"every": every, "rate": _between(0.4, 0.8), "momentum": _between(0.6, 0.95)}
     if trial == "recovery":
         kill = int(torch.randint(1, 4, ()))
@@ -92,7 +92,7 @@ def _loss(model: nn.Module, given: Given, step: int) -> Tensor:
 
 def expect(trial: str, given: list[Given]) -> list[Expected]:
     """Trains all replicas on this device."""
-    return {"diloco": _expect_diloco, "recovery": _expect_recovery}[trial](given)
+    return {"outer_step": _expect_diloco, "recovery": _expect_recovery}[trial](given)
 
 
 # ---- DiLoCo
@@ -170,7 +170,7 @@ def _diloco(
     return losses, point
 
 
-def diloco(answer: Any, recorder: Recorder, given: Given) -> None:
+def outer_step(answer: Any, recorder: Recorder, given: Given) -> None:
     """`answer(model, every, rate, momentum)` is created before the first step; `after_step()` is called after each step
     of the inner optimizer."""
     model, record = _network(given), recorder.record
