@@ -108,7 +108,7 @@ def test_the_same_rows_are_drawn_once(monkeypatch):
     drawn = Counter()
     from labkit.frontends.panel import compare
 
-    monkeypatch.setattr(compare, "comparison_html", lambda rows, left_out, changed: drawn.update(["html"]) or str(drawn))
+    monkeypatch.setattr(compare, "comparison_html", lambda *_: drawn.update(["html"]) or str(drawn))
     shown, row = ComparisonView(), compare.Row("ddp", "DDP", "cnn")
     for _ in range(3):
         shown.show((row,), {})
