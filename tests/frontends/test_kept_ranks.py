@@ -92,7 +92,7 @@ def test_pictures_of_ranks_are_shown(front):
 
 def test_cells_may_await(front):
     code = "import asyncio\n\nasync def double(x):\n    await asyncio.sleep(0)\n    return 2 * x\n\n"
-    assert "42" in front.shows(f"%%ranks 0\n{code}y = await double(20)\nawait double(21)")
+    assert "42" in front.shows(f"%%ranks\n{code}y = await double(20)\nawait double(21)")
     assert "── rank 1" in front.shows("%%ranks\nawait double(rank)")
 
 

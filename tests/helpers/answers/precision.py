@@ -196,6 +196,6 @@ FORWARDS = {
                 "    return x\n\n\ndef stored_and",
             ),
         ],
-        "computation: case 0",
+        " case ",  # of the computation that it adds, or of the results, which rounding may move first
     ),
 }
