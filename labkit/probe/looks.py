@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _EARLY = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 _EVERY = 64
 _RAREST = 1 << 16  # steps
-_COST = 0.002  # of the time of training, for looks after the early ones
+_COST = 0.001  # of the time of training, for looks after the early ones
 _TENSORS, _ELEMENTS = 384, 128
 _GROUPS = 8  # parameter groups of an optimizer whose settings are recorded
 _NODES = 12  # operations between backward's root and the mean of the loss
