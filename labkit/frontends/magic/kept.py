@@ -196,8 +196,9 @@ class KeptCell:
         rank.pictures = tuple((kind, content) for kind, content in zip(kinds, message.data) if kind in PICTURES)
 
     def _moved(self, message: Message) -> None:
-        if message.rank in self._ranks:  # not one of an earlier cell
-            self._ranks[message.rank].moves_to(message.fields, time.monotonic())
+        rank = self._ranks.get(message.rank)  # None of an earlier cell
+        if rank is not None and not rank.was_cut:  # it is said where it waited, not where it went from there
+            rank.moves_to(message.fields, time.monotonic())
 
     def _act(self, now: float) -> None:
         waits = self._open and all(self._ranks[number].waits for number in self._open)
