@@ -146,7 +146,10 @@ class Group(dist.ProcessGroup):
         gloo = dist.ProcessGroup.BackendType.GLOO
         self._inside = dist.ProcessGroup(store, rank, size)
         self._inside._set_default_backend(gloo)
-        self._inside._register_backend(torch.device("cpu"), gloo, ProcessGroupGloo(store, rank, size, options))
+        try:
+            self._inside._register_backend(torch.device("cpu"), gloo, ProcessGroupGloo(store, rank, size, options))
+        except RuntimeError:  # a peer has ended before all were connected: calls of this group fail
+            self.close()
 
     def close(self):
         """Leaves the group: calls of the others that wait for this rank fail."""
