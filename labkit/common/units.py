@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -19,6 +19,15 @@ def ranks_in_words(numbers: Iterable[int], of: int | None = None) -> str:
     if of is not None and of > 1 and len(set(numbers)) == of:
         return f"all {of} ranks"
     return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+
+
+_NAMED = 8  # ranks in one sentence
+
+
+def some_ranks(numbers: Sequence[int]) -> str:
+    """As `ranks_in_words`; of many, the first eight and how many more there are."""
+    more = f" and {len(numbers) - _NAMED:,} more" if len(numbers) > _NAMED else ""
+    return ranks_in_words(numbers[:_NAMED]) + more
 
 
 def significant(value: float, digits: int = 3) -> str:

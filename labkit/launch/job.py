@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 from msgspec import structs
@@ -461,6 +462,23 @@ class Job:
     def _end_all(self) -> None:
         self._cancel()
         end_processes(self.folder)
+
+
+def start_submitted(
+    spec: Spec,
+    planned: Callable[[Spec, RunFolder, list[Any]], LaunchPlan],
+    cancel: Callable[[Any], None],
+    **options: Any,
+) -> Job:
+    """Starts a run that a scheduler has: `planned` submits a job, and adds it to the list that it is given. If the run
+    cannot start, `cancel` gets that job. `options` are those of `Job.start`, which see for what is raised."""
+    submitted: list[Any] = []
+    try:
+        return Job.start(spec, detached=True, cold=True, planned=lambda *given: planned(*given, submitted), **options)
+    except BaseException:
+        for job in submitted:
+            cancel(job)
+        raise
 
 
 def end_deleted(name: str, root: Path | None = None) -> str:

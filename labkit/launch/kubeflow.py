@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from labkit.jobs import RUNTIME, Portable, Profile, label, of_spec, trainjob_command
-from labkit.launch.job import Job, LaunchError
+from labkit.launch.job import Job, LaunchError, start_submitted
 from labkit.launch.kubeflow_agent import FOLDER, ClusterError, cancel, client, current_context, is_own, seen, words
 from labkit.launch.local import probe_environment
 from labkit.plan.spec import Spec
@@ -40,17 +40,10 @@ def start(spec: Spec, nodes: int, profile: Profile, **options: Any) -> Job:
             f"the engine kubeflow needs Kubeflow's SDK, which is not installed; {how_to_add(ENGINE)}, or write the file"
             " of the job with -o FILE.yaml"
         )
-    submitted: list[TrainJob] = []
-    try:
-        planned = partial(_planned, job=job, profile=profile, submitted=submitted)
-        return Job.start(spec, detached=True, cold=True, planned=planned, **options)
-    except BaseException:
-        for found in submitted:
-            cancel(found)
-        raise
+    return start_submitted(spec, partial(_planned, job=job, profile=profile), cancel, **options)
 
 
-def _planned(spec: Spec, folder: RunFolder, job: Portable, profile: Profile, submitted: list[TrainJob]) -> LaunchPlan:
+def _planned(spec: Spec, folder: RunFolder, submitted: list[TrainJob], job: Portable, profile: Profile) -> LaunchPlan:
     """Submits the job; returns the launch plan, whose command follows it."""
     try:
         context, namespace = current_context()

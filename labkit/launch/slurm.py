@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from labkit.jobs import Launch, Portable, Profile, per_node_of, sbatch
-from labkit.launch.job import Job, LaunchError
+from labkit.launch.job import Job, LaunchError, start_submitted
 from labkit.launch.local import probe_environment
 from labkit.launch.slurm_agent import asked, cancel, is_batch_file, job_of
 from labkit.plan.spec import Spec
@@ -38,17 +38,10 @@ def start(spec: Spec, nodes: int, profile: Profile, **options: Any) -> Job:
             "there is no sbatch on the PATH; run this on a login node of the cluster (or load its Slurm module first),"
             " or take the job there with: labkit pack"
         )
-    submitted: list[int] = []
-    try:
-        planned = partial(_planned, nodes=nodes, profile=profile, submitted=submitted)
-        return Job.start(spec, detached=True, cold=True, planned=planned, **options)
-    except BaseException:
-        for job in submitted:
-            cancel(job)
-        raise
+    return start_submitted(spec, partial(_planned, nodes=nodes, profile=profile), cancel, **options)
 
 
-def _planned(spec: Spec, folder: RunFolder, nodes: int, profile: Profile, submitted: list[int]) -> LaunchPlan:
+def _planned(spec: Spec, folder: RunFolder, submitted: list[int], nodes: int, profile: Profile) -> LaunchPlan:
     """Writes and submits the batch file; returns the launch plan, whose command follows the job."""
     environment = probe_environment(spec, folder)
     script = [str(folder.script)] if spec.script is None else [*(["-m"] if spec.as_module else []), spec.script]

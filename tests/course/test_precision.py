@@ -3,6 +3,8 @@ measured."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from answers import precision
 from answers.precision import fsdp2
@@ -15,7 +17,7 @@ from labkit.course.build.ranks import precision as trials
 @pytest.mark.parametrize(("changes", "words"), precision.STEPS.values(), ids=precision.STEPS)
 def test_a_wrong_step_is_rejected_with_what_was_measured(changes, words):
     verdict = check("precision.step", precision.stepped(*changes))
-    assert verdict.state == "wrong" and words in verdict.words, verdict.words
+    assert verdict.state == "wrong" and re.search(words, verdict.words), verdict.words
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -29,7 +31,7 @@ def test_another_right_step_is_right(changes):
 @pytest.mark.parametrize(("changes", "words"), precision.FORWARDS.values(), ids=precision.FORWARDS)
 def test_a_wrong_forward_is_rejected_with_what_was_measured(changes, words):
     verdict = check("precision.recompute", precision.passed(*changes))
-    assert verdict.state == "wrong" and words in verdict.words, verdict.words
+    assert verdict.state == "wrong" and re.search(words, verdict.words), verdict.words
 
 
 def test_no_shortcut_finds_the_best_choice_of_any_draw():

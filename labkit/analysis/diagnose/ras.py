@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from labkit.common.text import visible_line
-from labkit.common.units import counted, ranks_in_words
+from labkit.common.units import counted, some_ranks
 
 if TYPE_CHECKING:
     from labkit.record.events import Communicator, Ras, RasAlike, RasRank
@@ -48,7 +48,7 @@ def ranks_say(ranks: Sequence[RasRank]) -> str:
     for says, those in by_word.items():
         processes = [process for rank in those[:_SHOWN] if (process := process_of(rank))]
         named = f" ({'; '.join(processes)})" if processes else ""
-        sentences.append(f"{some([rank.rank for rank in those])} {visible_line(says)}{named}")
+        sentences.append(f"{some_ranks([rank.rank for rank in those])} {visible_line(says)}{named}")
     return "; ".join(sentences)
 
 
@@ -89,10 +89,4 @@ def part_in_words(parts: Sequence[RasAlike]) -> str:
 
 def members(part: RasAlike) -> str:
     """`ranks 0, 2`; `26 ranks` if the report does not name all of them."""
-    return some(part.ranks) if len(part.ranks) == part.count else counted(part.count, "rank")
-
-
-def some(ranks: Sequence[int]) -> str:
-    """`ranks 0, 1`; of many, the first eight and how many more there are."""
-    more = f" and {len(ranks) - _SHOWN:,} more" if len(ranks) > _SHOWN else ""
-    return ranks_in_words(ranks[:_SHOWN]) + more
+    return some_ranks(part.ranks) if len(part.ranks) == part.count else counted(part.count, "rank")

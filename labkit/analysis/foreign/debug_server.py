@@ -17,7 +17,7 @@ from labkit.analysis.foreign.chrome import Content
 from labkit.analysis.foreign.page import ForeignError, Page, Table
 from labkit.analysis.foreign.pickles import as_dict, as_number
 from labkit.common.reading import open_regular
-from labkit.common.units import counted, ranks_in_words, size
+from labkit.common.units import counted, size, some_ranks
 from labkit.record.events import parse
 from labkit.record.stacks import place
 
@@ -111,7 +111,7 @@ def _without(newest: Dump, silent: Sequence[int]) -> Finding:
     return Finding(
         name="no_stack",
         kind="unseen",
-        title=f"{_some(silent)} gave the debug server no stack",
+        title=f"{some_ranks(silent)} gave the debug server no stack",
         evidence="; ".join(f"rank {rank}: {newest.stacks[rank].why}" for rank in silent[:_SHOWN]),
         cause="the process has ended or is stopped, or a C call holds the GIL, without which it cannot answer",
         fix="look for the process (ps), and at its log; py-spy dump --native --pid PID also shows C++ frames, and needs"
@@ -124,7 +124,9 @@ def _apart(newest: Dump, earlier: Sequence[Dump], inside: Sequence[int], away: S
     since = _unchanged(newest, earlier, inside)
     evidence = _by_place(newest, [*inside, *away]) if len({newest.stacks[rank] for rank in away}) > 1 else ""
     still = (
-        f"the stacks of {_some(inside)} are the same in {since}" if since else "one dump, no earlier one is the same"
+        f"the stacks of {some_ranks(inside)} are the same in {since}"
+        if since
+        else "one dump, no earlier one is the same"
     )
     return Finding(
         name="outside_of_collective",
@@ -133,7 +135,7 @@ def _apart(newest: Dump, earlier: Sequence[Dump], inside: Sequence[int], away: S
         evidence="; ".join(filter(None, (evidence, still))),
         cause="a collective completes only when every rank of its group calls it, and these ranks are elsewhere: they"
         " took a different branch, wait for something else, or only need longer",
-        fix=f"look at the line of {_some(away)}"
+        fix=f"look at the line of {some_ranks(away)}"
         + ("" if since else ", and take a second dump: ranks that have moved on do not hang"),
         ranks=(*away, *inside),
     )
@@ -153,22 +155,17 @@ def _verb(ranks: Sequence[int]) -> str:
     return "is" if len(ranks) == 1 else "are"
 
 
-def _some(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN:,} more" if len(ranks) > _SHOWN else ""
-    return ranks_in_words(ranks[:_SHOWN]) + more
-
-
 def _common(dump: Dump, ranks: Sequence[int]) -> str:
     """`rank 1 is at train.py:9 in step`, of ranks that may be at several lines."""
     places = {dump.stacks[rank].words for rank in ranks}
-    return f"{_some(ranks)} {_verb(ranks)} {places.pop() if len(places) == 1 else f'at {len(places)} lines'}"
+    return f"{some_ranks(ranks)} {_verb(ranks)} {places.pop() if len(places) == 1 else f'at {len(places)} lines'}"
 
 
 def _by_place(dump: Dump, ranks: Sequence[int]) -> str:
     by_words: dict[str, list[int]] = {}
     for rank in ranks:
         by_words.setdefault(dump.stacks[rank].words, []).append(rank)
-    return "; ".join(f"{_some(those)} {_verb(those)} {words}" for words, those in list(by_words.items())[:_SHOWN])
+    return "; ".join(f"{some_ranks(those)} {_verb(those)} {words}" for words, those in list(by_words.items())[:_SHOWN])
 
 
 # ---- the page

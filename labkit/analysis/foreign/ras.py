@@ -16,12 +16,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from labkit.analysis.diagnose.finding import Finding
-from labkit.analysis.diagnose.ras import STATUS, calls, differing, members, name_of, part_in_words, ranks_say, some
+from labkit.analysis.diagnose.ras import STATUS, calls, differing, members, name_of, part_in_words, ranks_say
 from labkit.analysis.foreign.chrome import Content
 from labkit.analysis.foreign.page import ForeignError, Page, Table
 from labkit.analysis.foreign.pickles import as_dict, as_list, as_number
 from labkit.common.reading import open_regular
-from labkit.common.units import counted, size
+from labkit.common.units import counted, size, some_ranks
 from labkit.record.events import Communicator, RasAlike, RasRank, parse
 
 LARGEST = 64 << 20  # bytes of a report
@@ -315,7 +315,7 @@ def _missing(about: Communicator, elsewhere: int) -> Finding:
     return Finding(
         name="ras_no_answer",
         kind="wrong",
-        title=f"{some([rank.rank for rank in about.missing])} of {name_of(about)} did not answer NCCL's RAS",
+        title=f"{some_ranks([rank.rank for rank in about.missing])} of {name_of(about)} did not answer NCCL's RAS",
         evidence=ranks_say(about.missing) + also,
         cause="the process ended or is stopped, its node is down, or the network between the nodes is; RAS considers a"
         " process dead after 60 s",
@@ -329,7 +329,7 @@ def _failed(about: Communicator) -> Finding:
     return Finding(
         name="ras_error",
         kind="wrong",
-        title=f"{some([rank.rank for rank in about.failed])} of {name_of(about)} reported an error to NCCL",
+        title=f"{some_ranks([rank.rank for rank in about.failed])} of {name_of(about)} reported an error to NCCL",
         evidence=ranks_say(about.failed),
         cause="NCCL noticed an error there that the script has not seen yet, because collectives run asynchronously",
         fix="read the log of that rank, and run again with NCCL_DEBUG=INFO; TORCH_NCCL_ASYNC_ERROR_HANDLING=1, the"

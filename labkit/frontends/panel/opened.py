@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import shlex
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from labkit.analysis.foreign.page import Page
 from labkit.common.text import escape
 from labkit.figures.explained import Explained
 from labkit.frontends.panel import widgets
 from labkit.frontends.panel.words import sentence_html, state_html
+from labkit.record.folder import RunFolder
 
 _HINT = (
     "Name the logs, profiles of torch.profiler or dumps of the flight recorder of a job that ran anywhere, or their "
@@ -46,6 +49,7 @@ class OpenTab:
         self.button.on_click(lambda _: self.open())
         self.paths.observe(lambda _: self.open(), "value")  # when Enter is pressed, or a name is chosen
         self._thread: threading.Thread | None = None
+        self._kept: tuple[Any, RunFolder] | None = None  # the files that were kept last, with their times, and the run
 
     def opened(self) -> None:
         """The tab is shown: offers the names of the folder of the notebook."""
@@ -66,13 +70,12 @@ class OpenTab:
 
     def _read(self, text: str) -> None:
         from labkit.analysis.foreign.opening import explain
-        from labkit.runs.importing import keep, name_for
 
         try:
             paths = _paths(text)
             pages = explain(paths)
             self.page.value = Explained(pages)._repr_html_()
-            folder = keep(pages, name_for(paths[0])) if self.kept.value else None
+            folder = self._keep(pages, paths[0]) if self.kept.value else None
         except ValueError as error:
             self._said.value = sentence_html(str(error))
         except OSError as error:
@@ -85,6 +88,16 @@ class OpenTab:
                 self._on_kept(str(folder.path))
         finally:
             self.button.disabled = False
+
+    def _keep(self, pages: Sequence[Page], path: Path) -> RunFolder:
+        """The run of these files. A click on Open also leaves the field with the paths, which opens them already: the
+        same files become one run."""
+        from labkit.runs.importing import keep, name_for
+
+        files = [(file, file.stat().st_mtime_ns) for page in pages for file in page.files]
+        if self._kept is None or self._kept[0] != files or not self._kept[1].path.is_dir():
+            self._kept = files, keep(pages, name_for(path))
+        return self._kept[1]
 
 
 def _paths(text: str) -> list[Path]:

@@ -62,7 +62,10 @@ STEPS = {  # wrong steps, honest and not: changes of the solution, and the words
         "fp16 rounds small updates away",
     ),
     "sends fp32": ([SENDS_FP32], "reduce them in fp16, as they are"),
-    "sends nothing": ([("        dist.all_reduce(flat)", "        flat *= 2")], "a single device"),
+    "sends nothing": (
+        [("        dist.all_reduce(flat)", "        flat *= 2")],
+        r"losses: in step \d|results: rank \d has a parameter",
+    ),
     "keeps the gradients": (
         [("        flat = flat.float()", "        self.kept = flat\n        flat = flat.float()")],
         "memory: between two steps",
@@ -82,7 +85,7 @@ STEPS = {  # wrong steps, honest and not: changes of the solution, and the words
     ),
     "overflow becomes a number": (
         [("        if not flat", "        flat = flat.nan_to_num(0, 0, 0)\n        if not flat")],
-        "a single device",
+        r"losses: in step \d|results: rank \d has a parameter",  # a loss moves if there are steps enough after it
     ),
     "a finished implementation": (
         [("model.half()  #", "nn.parallel.DistributedDataParallel(model.half())  #")],
@@ -196,6 +199,6 @@ FORWARDS = {
                 "    return x\n\n\ndef stored_and",
             ),
         ],
-        " case ",  # of the computation that it adds, or of the results, which rounding may move first
+        r"computation: case 0|results: the gradient of case",  # rounding may move a gradient of the drawn case first
     ),
 }

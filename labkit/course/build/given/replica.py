@@ -175,8 +175,12 @@ def train_step(model, optimizer, backward, manager, step):
     """Trains one step, however often it takes. Returns the next step, the loss, and the size of the quorum."""
     while True:
         group, steps = manager.quorum(step)
-        if min(steps) < max(steps):
-            heal(model, optimizer, group, steps)
+        try:
+            if min(steps) < max(steps):
+                heal(model, optimizer, group, steps)
+        except RuntimeError:  # a peer has ended: the next quorum says who is left
+            manager.commit(False)
+            continue
         step = max(steps)
         loss = backward(step)
         try:
