@@ -84,6 +84,7 @@ class Looks:
         patches.hook("looks", "torch.nn.modules.module.register_module_module_registration_hook", self._registered)
 
     def _fresh(self) -> None:
+        self._held: tuple[int, list[Any]] | None = None  # what is tracked, from backward on, and of how many models
         self._drawn: dict[str, str] | None = None
         self._new_order = False
         self._step: dict[str, Any] = {}
@@ -149,19 +150,25 @@ class Looks:
     def _look_first(self) -> None:
         self._began, self._since = time.perf_counter(), clock.SystemMoment.now().ns
         self._write(0, self._tensors())
+        self._held = None
 
     def _remember_random(self) -> None:
-        self._drawn = _random_states()
+        self._drawn = self._random_states()
 
     def _look_at_loss(self, made_by: Edge | None) -> None:
         if self._drawn is not None and not self._new_order and "random" not in self._step:
-            states = _random_states()
+            states = self._random_states()
             self._step["random"] = {
                 name: [before, states[name]] for name, before in self._drawn.items() if states.get(name) != before
             }
         self._weights.append(self._weigh(_weight_of_one, made_by))
 
+    def _random_states(self) -> dict[str, str]:
+        with torch.autograd.profiler.record_function(OF_PROBE) if self._profiles() else contextlib.nullcontext():
+            return _random_states()
+
     def _keep_gradients(self) -> None:
+        self._held = None
         self._gradients = self._sums(
             [parameter.grad for *_, parameter in self._tensors() if parameter.grad is not None]
         )
@@ -290,12 +297,12 @@ class Looks:
         """The models that train, and those in DDP; not a part of one, and none that only shares its parameters, such as
         a slice of a Sequential."""
         wrappers = [wrapper for wrapper in self._wrappers if hasattr(wrapper, "reducer")]  # made without an error
-        others = [model for model in self._watch.models if model not in self._wrappers]
+        trained = wrappers + [model for model in self._watch.models if model not in self._wrappers]
+        if len(trained) == 1:
+            return trained
         found: list[torch.nn.Module] = []
         known: set[int] = set()
-        for model in sorted(
-            outermost([*wrappers, *others]), key=lambda model: (model not in self._wrappers, _size(model))
-        ):
+        for model in sorted(outermost(trained), key=lambda model: (model not in self._wrappers, _size(model))):
             parameters = {id(parameter) for parameter in model.parameters()}
             if not parameters or not parameters <= known:
                 found.append(model)
@@ -303,12 +310,16 @@ class Looks:
         return found
 
     def _tensors(self) -> list[tuple[int, str, str, torch.Tensor]]:
-        """The model, name, role and tensor of what is tracked."""
-        models = self._models()
-        found = [
-            (number, name, role, tensor) for number, model in enumerate(models) for name, role, tensor in _parts(model)
-        ]
-        return found[:: math.ceil(len(found) / _TENSORS)] if found else []
+        """The model, name, role and tensor of what is tracked; found once per step, after its last backward."""
+        known = len(self._wrappers) + len(self._watch.models)
+        if self._held is None or self._held[0] != known:
+            found = [
+                (number, name, role, tensor)
+                for number, model in enumerate(self._models())
+                for name, role, tensor in _parts(model)
+            ]
+            self._held = known, found[:: math.ceil(len(found) / _TENSORS)] if found else []
+        return self._held[1]
 
     def _track(self, tensors: list[Any]) -> None:
         which = [(number, name, tensor.shape) for number, name, _, tensor in tensors]
@@ -470,8 +481,7 @@ def _factor(before: list[list[float]], after: list[list[float]]) -> float | None
 
 def _random_states() -> dict[str, str]:
     """A digest of the state of each random number generator."""
-    with torch.autograd.profiler.record_function(OF_PROBE):
-        states: dict[str, bytes] = {"torch": torch.default_generator.get_state().numpy().tobytes()}
+    states: dict[str, bytes] = {"torch": torch.default_generator.get_state().numpy().tobytes()}
     states["random"] = str(hash(random.getstate()[1])).encode()
     if (numpy := sys.modules.get("numpy")) is not None:
         _, keys, position, *_ = numpy.random.get_state()
