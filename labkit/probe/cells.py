@@ -2,8 +2,8 @@
 
 The script of such a run (`frontends/magic/kept.py` writes it) initialises the process group and calls `serve`. A rank
 listens on a socket in the run's folder for sockets, which only this user can enter, and the notebook connects. Messages
-are objects of JSON, and bytes of tensors (`values.py`) and pictures; nothing is unpickled. The main thread runs cells,
-and a second thread answers questions meanwhile: where the rank is, which variables it has.
+are objects of JSON, and bytes of tensors (`values.py`), pictures and pages; nothing is unpickled. The main thread runs
+cells, and a second thread answers questions meanwhile: where the rank is, which variables it has.
 
 | asked (`do`) | answered |
 | --- | --- |
@@ -11,6 +11,7 @@ and a second thread answers questions meanwhile: where the rank is, which variab
 | `where` | `cell` and `line`, what it waits in (`call`, `pending`), `cpu` seconds of its process |
 | `variables` | `rows`: name, type, shape, dtype, device, bytes of each |
 | `complete`: `text` | `completed`: `names` of variables, or of attributes, that begin with it |
+| `inspect`: `name` | `inspected`: `text` on what it names, empty if that does not exist |
 | `pull`: `name`; `push`: `name`, `tree` | `tree` or `error`, and the bytes of tensors |
 | `interrupt` | nothing: the cell gets KeyboardInterrupt, unless it is in C code |
 | `ends` | `ends`: the own ends of this rank's TCP connections |
@@ -67,6 +68,7 @@ _WIDTH = 100
 _ROWS = 500  # variables that are listed
 _PICTURES = 16  # of one cell
 _LARGEST = 4 << 20  # bytes of a picture
+_DOCUMENTED = 4_000  # characters of a docstring
 _WRAPPERS = ("wrapper", "_fn")  # functions of torch around a collective
 
 
@@ -96,7 +98,7 @@ class Cells:
 
     def __init__(self, connection: Connection, namespace: dict[str, Any]):
         self._connection, self._namespace = connection, namespace
-        namespace["display"] = self._display
+        namespace["display"], namespace["get_ipython"] = self._display, self._ipython
         self._given = dict(namespace)
         self._sending = threading.Lock()
         self._asked: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -106,6 +108,7 @@ class Cells:
         self._reports: dict[str, Any] = {}
         self._pictures: list[tuple[str, bytes]] = []
         self._loop: asyncio.AbstractEventLoop | None = None  # of cells with `await`
+        self._shell: Any = None  # IPython, which runs magics and shell commands
         self._backend = dist.get_backend()
         builtins.input, sys.breakpointhook = _refuse_input, _refuse_breakpoint
         warnings.filterwarnings("ignore", "FigureCanvasAgg is non-interactive")  # plt.show(): the notebook shows it
@@ -151,6 +154,8 @@ class Cells:
                 self._send(did="variables", rows=self._rows(), memory=_resident(), busy=bool(self._cell))
             case "complete":
                 self._send(did="completed", names=self._completions(message["text"]))
+            case "inspect":
+                self._send(did="inspected", text=self._inspected(message["name"]))
             case "ends":
                 self._send(did="ends", ends=[own for _, own, _ in _connections()])
             case "cut":
@@ -233,7 +238,7 @@ class Cells:
 
     def _execute(self, name: str, code: str) -> str:
         """Runs a cell, and returns the value of its last expression as text; empty if there is none, or if it is a
-        picture."""
+        picture. A table or a chart is both: what a browser shows, and text."""
         tree = ast.parse(code, name)
         last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) and not code.rstrip().endswith(";") else None
         self._evaluate(compile(tree, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True))
@@ -247,6 +252,10 @@ class Cells:
         if picture := _picture(value):
             self._pictures.append(picture)
             return ""
+        if page := _page(value):
+            self._pictures.append(page)
+            if type(value).__repr__ is object.__repr__:  # only an address
+                return ""
         return _text(value)
 
     def _evaluate(self, code: types.CodeType) -> Any:
@@ -257,12 +266,28 @@ class Cells:
         return self._loop.run_until_complete(value)
 
     def _display(self, *values: Any) -> None:
-        """`display` of a notebook: pictures, and everything else as text."""
+        """`display` of a notebook: pictures, HTML and charts of plotly, and everything else as text."""
         for value in values:
-            if picture := _picture(value):
+            if picture := _picture(value) or _page(value):
                 self._pictures.append(picture)
             else:
                 print(_text(value))
+
+    def _ipython(self) -> Any:
+        """IPython with the variables of the cells, made by the first cell that has a magic. It writes no history."""
+        if self._shell is None:
+            from IPython.core.interactiveshell import InteractiveShell
+            from traitlets.config import Config
+
+            before = dict(self._namespace)
+            self._shell = InteractiveShell.instance(
+                config=Config({"HistoryManager": {"enabled": False}}),
+                ipython_dir=os.environ["LABKIT_TEMPORARY"],
+                user_module=sys.modules["__main__"],
+                user_ns=self._namespace,
+            )
+            self._given |= {name: value for name, value in self._namespace.items() if before.get(name) is not value}
+        return self._shell
 
     def _hear(self, event: Any) -> None:
         if event.name == REPORT:
@@ -335,6 +360,26 @@ class Cells:
         except Exception:  # a class may do anything when it is asked
             return []
 
+    def _inspected(self, name: str) -> str:
+        """What Shift-Tab shows of a variable, function or attribute: its type, value or signature, and docstring."""
+        try:
+            first, *attributes = name.split(".")
+            value = self._namespace[first] if first in self._namespace else getattr(builtins, first)
+            for attribute in attributes:
+                value = getattr(value, attribute)
+            lines = [f"Type: {type(value).__name__}"]
+            facts = _facts(value)
+            lines += [f"{fact}: {facts[fact]}" for fact in ("shape", "dtype", "device") if fact in facts]
+            if callable(value):
+                with suppress(ValueError, TypeError):  # a builtin that tells none
+                    lines.insert(0, f"Signature: {name}{inspect.signature(value)}")
+            else:
+                lines.append(f"Value: {_text(value)}")
+            document = inspect.getdoc(value) if callable(value) or isinstance(value, types.ModuleType) else None
+            return clipped("\n".join([*lines, *([f"\n{document}"] if document else [])]), _DOCUMENTED)
+        except Exception:  # it does not exist, or a class may do anything when it is asked
+            return ""
+
     # ---- after a collective that could not complete
 
     def _regroup(self, number: int) -> str:
@@ -401,6 +446,20 @@ def _picture(value: Any) -> tuple[str, bytes] | None:
                 content = content[0]
             if content:
                 return _bounded(kind, content.encode() if isinstance(content, str) else bytes(content))
+    return None
+
+
+def _page(value: Any) -> tuple[str, bytes] | None:
+    """The MIME type and content of a chart of plotly, or of another value that has HTML, such as a table of pandas;
+    otherwise None."""
+    with suppress(Exception):  # a class may do anything when it is asked
+        plotly = sys.modules.get("plotly.basedatatypes")
+        if plotly is not None and isinstance(value, plotly.BaseFigure):
+            return _bounded("application/vnd.plotly.v1+json", value.to_json().encode())
+        made = None if isinstance(value, type) else getattr(value, "_repr_html_", None)
+        content = made() if callable(made) else None
+        if content:
+            return _bounded("text/html", str(content).encode())
     return None
 
 

@@ -90,6 +90,32 @@ def test_pictures_of_ranks_are_shown(front):
     assert 'alt="picture of rank 1"' in page and ">7<" in page
 
 
+def test_tables_and_charts_of_ranks_are_shown_below_as_the_notebook_shows_its_own(front):
+    table = "class Table:\n    def _repr_html_(self):\n        return f'<table><td>{len(\"ab\")}</td></table>'\n"
+    front.shows(f"%%ranks\nimport plotly.graph_objects as go\n{table}")
+    below = front.displays("%%ranks\ndisplay(go.Figure(go.Bar(y=[rank])))\nTable()")
+    assert [bundle["text/html"] for bundle in below if "<table><td>2<" in bundle.get("text/html", "")]
+    assert [
+        bundle["application/vnd.plotly.v1+json"]["data"][0]["y"]
+        for bundle in below
+        if "application/vnd.plotly.v1+json" in bundle
+    ] == [[0], [1], [2]]
+    assert "ranks 0–2</b></div><table>" in "".join(
+        bundle.get("text/html", "") for bundle in front.displays("%%ranks\nTable()")
+    )
+
+
+def test_magics_and_shell_commands_run_on_ranks_and_lines_stay_where_they_are(front):
+    assert "\nvalue 1\n── rank 2" in front.shows("%%ranks\nvalue = rank\n\n!echo value {value}")
+    assert "loop" in front.shows("%%ranks 0\n%timeit -n 3 -r 1 torch.ones(1)")
+    assert "CPU times" in front.shows("%%ranks 0\n%%time\nlate = 6")
+    assert "7" in front.shows("%%ranks 0\nlate + 1")
+    assert "at line 4: ZeroDivisionError" in front.shows("%%ranks 0\n%time value\n\n1 / 0")
+    assert "Docstring" in front.shows("%%ranks 0\nlen?")
+    held = front.shows("%ranks")
+    assert "value" in held and "get_ipython" not in held and "exit" not in held
+
+
 def test_cells_may_await(front):
     code = "import asyncio\n\nasync def double(x):\n    await asyncio.sleep(0)\n    return 2 * x\n\n"
     assert "42" in front.shows(f"%%ranks\n{code}y = await double(20)\nawait double(21)")
@@ -135,7 +161,7 @@ def test_values_travel_to_the_notebook_and_back(front):
         ("%%ranks 1-0\n1", "the ranks here are 0–2, got '1-0'"),
         ("%%ranks all\n1", "ranks are numbers and ranges"),
         ("%%ranks\nx = (", "line 2: '(' was never closed; nothing was started"),
-        ("%%ranks\nx = 1\n%time x", "line 3: '%time x' is not Python, and ranks run no magics"),
+        ("%%ranks\nx = 1\n%no_such_magic x", "UsageError: Line magic function `%no_such_magic` not found."),
         ("%%ranks\n ", "the cell is empty"),
         ("%%torchrun 2 --keep --device cpu\n1", "3 CPU ranks stay here already; use %%ranks, or end them first"),
         ("%%torchrun 3 --keep --as x\n1", "--as is for ranks that end with their cell"),
@@ -196,6 +222,17 @@ def test_names_on_ranks_are_completed_in_their_cells(front):
     assert "learning_rate_of_rank" in front.completes(code) and not front.completes("learning_r")
     assert "learning_rate_of_rank.untyped_storage" in front.completes("%%ranks\nlearning_rate_of_rank.untyped_")
     assert not front.completes("%%ranks\nmissing_on_ranks.untyped_")
+
+
+def test_shift_tab_tells_of_what_ranks_hold(front):
+    front.shows(
+        "%%ranks\ndef doubled(x, by=2):\n    'Times two.'\n    return by * x\n\nspeed_of_rank = torch.ones(2, 3)"
+    )
+    told = front.inspects("%%ranks\ndoubled(")
+    assert "Signature: doubled(x, by=2)" in told and "Times two." in told
+    assert "shape: [2, 3]" in front.inspects("%%ranks\nspeed_of_rank")
+    assert "On rank 0\nType: builtin_function_or_method" in front.inspects("%%ranks\ntorch.ones")
+    assert not front.inspects("speed_of_rank") and not front.inspects("%%ranks\nmissing_on_ranks")
 
 
 def test_restart_and_stop_say_that_variables_are_lost(front, kernel):

@@ -34,7 +34,14 @@ class Front:
 
     def end(self, request: str, kind_of_text: str = "text/plain") -> str:
         """Waits until a request has been executed, and returns all that it shows, as text or as HTML."""
-        texts: dict[str, str] = {}
+        return "\n".join(filter(None, (bundle.get(kind_of_text) for bundle in self._bundles(request))))
+
+    def displays(self, code: str) -> list[dict]:
+        """Executes code and returns each output at its end, by MIME type."""
+        return self._bundles(self.begin(code))
+
+    def _bundles(self, request: str) -> list[dict]:
+        bundles: dict[str, dict] = {}
         deadline = time.monotonic() + SECONDS
         while True:
             message = self.client.get_iopub_msg(timeout=max(deadline - time.monotonic(), 0.0))
@@ -43,14 +50,13 @@ class Front:
                 continue
             kind, content = message["msg_type"], message["content"]
             if kind == "status" and content["execution_state"] == "idle":
-                return "\n".join(filter(None, texts.values()))
-            place = content.get("transient", {}).get("display_id") or str(len(texts))
-            if kind == "stream":
-                texts[place] = content["text"]
-            elif kind == "error":
-                texts[place] = f"{content['ename']}: {content['evalue']}"
-            elif "data" in content:
-                texts[place] = content["data"].get(kind_of_text, "")
+                return list(bundles.values())
+            place = content.get("transient", {}).get("display_id") or str(len(bundles))
+            if "data" in content:
+                bundles[place] = content["data"]
+            elif kind in ("stream", "error"):
+                text = content["text"] if kind == "stream" else f"{content['ename']}: {content['evalue']}"
+                bundles[place] = dict.fromkeys(("text/plain", "text/html"), text)
 
     def shows(self, code: str, kind_of_text: str = "text/plain") -> str:
         """Executes code and returns all that it shows at its end, as text or as HTML."""
@@ -70,8 +76,14 @@ class Front:
 
     def completes(self, code: str) -> list[str]:
         """The completions at the end of code."""
-        request = self.client.complete(code, len(code))
+        return self._reply(self.client.complete(code, len(code)))["matches"]
+
+    def inspects(self, code: str) -> str:
+        """What Shift-Tab shows at the end of code."""
+        return self._reply(self.client.inspect(code, len(code)))["data"].get("text/plain", "")
+
+    def _reply(self, request: str) -> dict:
         while True:
             reply = self.client.get_shell_msg(timeout=SECONDS)
             if reply["parent_header"].get("msg_id") == request:
-                return reply["content"]["matches"]
+                return reply["content"]

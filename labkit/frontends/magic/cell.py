@@ -103,7 +103,7 @@ def check_body(body: str, script: str, before: int, flags: int = 0) -> None:
         number = max(min((error.lineno or 0) - before, len(lines)), 1)
         why = error.msg
         if lines[number - 1].lstrip().startswith(("%", "!")):
-            why = f"{shown(lines[number - 1].strip())} is not Python, and ranks run no magics and no shell commands"
+            why = f"{shown(lines[number - 1].strip())} is not Python; magics and shell commands run on ranks that stay"
         raise CellError(f"the cell does not parse, line {number + 1}: {why}; nothing was started") from None
     except ValueError as error:  # a null byte
         raise CellError(f"the cell does not parse: {error}; nothing was started") from None

@@ -17,12 +17,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
 from IPython import get_ipython
 from IPython.core.completer import SimpleCompletion, context_matcher
 from IPython.core.error import UsageError
 from IPython.display import display
+from IPython.utils.tokenutil import token_at_cursor
 
 from labkit.common.arguments import shown
 from labkit.common.text import escape, visible
@@ -32,11 +34,13 @@ from labkit.figures.tables import table_text
 from labkit.frontends.magic.cell import KEEP, Cell, CellError, check_body, words_of
 from labkit.frontends.magic.group import Group, Message, RanksGone
 from labkit.frontends.magic.output import (
+    PAGES,
     PICTURES,
     Measured,
     RankOutput,
     Shown,
     merged,
+    page_bundles,
     ranks_text,
     script_bundle,
     seconds_text,
@@ -84,6 +88,7 @@ class _Rank:
 
     done: dict[str, Any] | None = None
     pictures: tuple[tuple[str, bytes], ...] = ()
+    pages: tuple[tuple[str, bytes], ...] = ()
     where: dict[str, Any] = field(default_factory=dict)
     asked: float = 0.0
     still: float | None = None
@@ -193,7 +198,9 @@ class KeptCell:
         rank = self._ranks[message.rank]
         rank.done = message.fields
         kinds = message.fields.get("pictures") or []
-        rank.pictures = tuple((kind, content) for kind, content in zip(kinds, message.data) if kind in PICTURES)
+        made = list(zip(kinds, message.data))
+        rank.pictures = tuple((kind, content) for kind, content in made if kind in PICTURES)
+        rank.pages = tuple((kind, content) for kind, content in made if kind in PAGES)
 
     def _moved(self, message: Message) -> None:
         rank = self._ranks.get(message.rank)  # None of an earlier cell
@@ -310,6 +317,11 @@ class KeptCell:
 
     # ---- output
 
+    @property
+    def pages(self) -> list[dict[str, Any]]:
+        """What is shown below the output, by MIME type."""
+        return page_bundles(merged([self._output(number) for number in self._numbers]))
+
     def _show(self, tone: str, title: str, hint: str = "", final: bool = False) -> None:
         for tail in self._group.tails.values():
             while tail.poll() and final:
@@ -353,6 +365,7 @@ class KeptCell:
             fate,
             value=self._named(value),
             pictures=rank.pictures,
+            pages=rank.pages,
             measured=measured,
         )
 
@@ -371,16 +384,19 @@ _USAGE = "%ranks, %ranks stop, %ranks restart, %ranks pull NAME [RANKS] and %ran
 
 
 def register(ipython: Any) -> None:
-    """Registers `%%ranks` and `%ranks` with this IPython, and the completion of the names that ranks hold."""
+    """Registers `%%ranks` and `%ranks` with this IPython, and completion and Shift-Tab for names that ranks hold."""
     ipython.register_magic_function(ranks, "line_cell", "ranks")
     if _complete not in ipython.Completer.custom_matchers:
         ipython.Completer.custom_matchers.append(_complete)
+        if (kernel := getattr(ipython, "kernel", None)) is not None:
+            kernel.do_inspect = _inspecting(kernel.do_inspect)
 
 
 def begin_with(line: str, body: str) -> None:
     """`%%torchrun N --keep`: starts ranks that stay, unless they are there, and runs the first cell on them."""
     global _group
     first = shlex.join(word for word in words_of(line) if word != KEEP)
+    body = _python(body)
     cell = Cell.read(first, body, Machine.here(), PyCF_ALLOW_TOP_LEVEL_AWAIT)
     if cell.name is not None:
         raise CellError(f"--as is for ranks that end with their cell; with {KEEP}, use %ranks pull NAME")
@@ -415,6 +431,7 @@ def ranks(line: str, body: str | None = None) -> None:
             _do(_group, words_of(line))
             return
         chosen = _chosen(line.strip(), _group)
+        body = _python(body)
         check_body(body, f"\n{body}", 1, PyCF_ALLOW_TOP_LEVEL_AWAIT)
         _group.check()
         _run(_group, chosen, body, _Place())
@@ -425,13 +442,24 @@ def ranks(line: str, body: str | None = None) -> None:
         raise UsageError(f"{sign}: {gone}; %%torchrun {nproc} {KEEP} starts new ones") from None
 
 
+def _python(body: str) -> str:
+    """The cell as Python: magics, `!` and `?` are calls of IPython, which each rank makes when it needs it. Lines stay
+    where they are."""
+    try:
+        compile(body, "cell", "exec", PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except (SyntaxError, ValueError):
+        text = body.lstrip("\n")
+        return "\n" * (len(body) - len(text)) + get_ipython().transform_cell(text) if text.strip() else body
+    return body
+
+
 class _Place:
     """The output of one cell: updated in a notebook that someone watches, otherwise only what it is at the end."""
 
     def __init__(self) -> None:
         self.live = in_notebook() and not headless()
         self._newest: deque[Shown] = deque(maxlen=1)
-        self._then: list[dict[str, str]] = []
+        self._then: list[dict[str, Any]] = []
         self._handle = display(_NOTHING, raw=True, display_id=True) if self.live else None
 
     def draw(self, output: Shown) -> None:
@@ -442,7 +470,7 @@ class _Place:
         if self._handle is not None:
             self._handle.update(output.bundle, raw=True)
 
-    def then(self, bundle: dict[str, str]) -> None:
+    def then(self, bundle: dict[str, Any]) -> None:
         """Something to be shown below."""
         self._then.append(bundle)
 
@@ -480,8 +508,11 @@ def _restart(group: Group, draw: Callable[[str], None]) -> None:
 def _run(group: Group, chosen: Sequence[int], body: str, place: _Place) -> None:
     global _group
     succeeded = False
+    cell = KeptCell(group, chosen, body, place.draw, place.live)
     try:
-        succeeded = KeptCell(group, chosen, body, place.draw, place.live).go()
+        succeeded = cell.go()
+        for bundle in cell.pages:
+            place.then(bundle)
     except RanksRestarted:
         pass
     except RanksGone:
@@ -626,17 +657,36 @@ def _size(count: float | None) -> str:
     return "" if count is None else size(count)
 
 
-# ---- completion
+# ---- completion and Shift-Tab, in cells for ranks
 
 
 @context_matcher()
 def _complete(context: Any) -> dict[str, Any]:
-    """In a cell for ranks: the variables of rank 0, and after a dot the attributes of one of them."""
-    first = context.full_text.lstrip().partition("\n")[0]
-    of_ranks = first.startswith("%%ranks") or (first.startswith("%%torchrun") and KEEP in first)
-    names: list[str] = []
-    if _group is not None and not _group.run.state.over and of_ranks and context.token:
-        with suppress(RanksGone):
-            answer = _group.ask([0], "complete", "completed", text=context.token)[0]
-            names = answer.fields["names"]
+    """The variables of rank 0, and after a dot the attributes of one of them."""
+    fields = _from_rank_0(context.full_text, "complete", "completed", text=context.token) if context.token else {}
+    names = fields.get("names", [])
     return {"completions": [SimpleCompletion(name, type="rank") for name in names], "suppress": False}
+
+
+def _inspecting(inspect: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """A kernel's `inspect` that also knows what rank 0 holds."""
+
+    @wraps(inspect)
+    def inspect_on_ranks(code: str, cursor_pos: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        name = token_at_cursor(code, cursor_pos)
+        text = _from_rank_0(code, "inspect", "inspected", name=name).get("text") if name else ""
+        if not text:
+            return inspect(code, cursor_pos, *args, **kwargs)
+        return {"status": "ok", "found": True, "data": {"text/plain": f"On rank 0\n{text}"}, "metadata": {}}
+
+    return inspect_on_ranks
+
+
+def _from_rank_0(code: str, do: str, answer: str, **fields: Any) -> dict[str, Any]:
+    """What rank 0 answers for a cell that runs on ranks; nothing for others, or without ranks."""
+    first = code.lstrip().partition("\n")[0]
+    of_ranks = first.startswith("%%ranks") or (first.startswith("%%torchrun") and KEEP in first)
+    if _group is not None and not _group.run.state.over and of_ranks:
+        with suppress(RanksGone):
+            return _group.ask([0], do, answer, **fields)[0].fields
+    return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ _BLOCK = (
 _LINES = f"{_MONO};max-height:20em;overflow:auto;display:flex;flex-direction:column-reverse"
 _PRE = f"{_MONO};margin:0;padding:0;background:none;white-space:pre-wrap;overflow-wrap:anywhere"
 PICTURES = ("image/png", "image/svg+xml")  # MIME types of pictures that are shown; a browser runs no code in either
+_PLOTLY = "application/vnd.plotly.v1+json"
+PAGES = (_PLOTLY, "text/html")  # MIME types that are shown below the output, as the notebook shows its own
 _DIGITS = 6  # significant digits of a number in the table
 
 
@@ -37,7 +40,7 @@ class Measured:
 @dataclass(frozen=True)
 class RankOutput:
     """The output of one rank, or of several with the same output: the newest lines of both streams, the number of
-    earlier lines, the value of the last expression, pictures, and how the rank ended."""
+    earlier lines, the value of the last expression, pictures, pages, and how the rank ended."""
 
     rank: int
     stdout: str
@@ -47,6 +50,7 @@ class RankOutput:
     aside: bool = False  # whether its errors are only a consequence of another rank's failure
     value: str = ""
     pictures: tuple[tuple[str, bytes], ...] = ()  # MIME type and content
+    pages: tuple[tuple[str, bytes], ...] = ()  # of `PAGES`, also MIME type and content
     measured: tuple[Measured, ...] = ()  # by rank, if the cell was measured
     others: tuple[int, ...] = ()  # the further ranks with this output
 
@@ -147,7 +151,7 @@ class Shown:
             self.ranks
             if not self.reports
             or any(
-                output.stdout or output.stderr or output.passed or output.value or output.pictures
+                output.stdout or output.stderr or output.passed or output.value or output.pictures or output.pages
                 for output in self.ranks
             )
             else ()
@@ -178,7 +182,8 @@ class Shown:
         for output in self._said:
             passed = f"… {output.passed:,} earlier lines\n" if output.passed else ""
             pictures = f"({counted(len(output.pictures), 'picture')})" if output.pictures else ""
-            said = passed + "\n".join(filter(None, (output.stdout, output.value, pictures, output.stderr)))
+            pages = _below(output) if not output.value else ""
+            said = passed + "\n".join(filter(None, (output.stdout, output.value, pictures, pages, output.stderr)))
             heading = " · ".join(filter(None, (output.heading, output.took)))
             parts.append(f"── {heading}\n{_plain(said) or '(no output)'}")
         parts.append(table_text(self.reports or {}, self._numbers))
@@ -190,7 +195,8 @@ def _block(output: RankOutput) -> str:
     earlier = f"… {output.passed:,} earlier lines are in the log"
     passed = f'<div style="opacity:.7">{earlier}</div>' if output.passed else ""
     said = f'<pre style="{_PRE}">{_clean(output.stdout)}</pre>' if output.stdout else ""
-    value = f'<pre class="labkit-cell-value" style="{_PRE}">{_clean(output.value)}</pre>' if output.value else ""
+    shown = _below(output) or output.value
+    value = f'<pre class="labkit-cell-value" style="{_PRE}">{_clean(shown)}</pre>' if shown else ""
     errors = (
         f'<pre class="labkit-cell-stderr" style="{_PRE};border-top:1px dashed'
         f' {_TONES["bad"]}">{_clean(output.stderr)}</pre>'
@@ -207,6 +213,25 @@ def _block(output: RankOutput) -> str:
     lines = f'<div style="{_LINES}" tabindex="0"><div>{passed}{said}{value}{errors}{nothing}</div></div>{pictures}'
     style = _BLOCK.format(colour=_TONES["quiet"] if output.others else colour)
     return f'<div role="group" aria-label="{output.name}" class="labkit-cell-rank" style="{style}">{mark}{lines}</div>'
+
+
+def _below(output: RankOutput) -> str:
+    return f"({counted(len(output.pages), 'output')} below)" if output.pages else ""
+
+
+def page_bundles(outputs: Sequence[RankOutput]) -> list[dict[str, Any]]:
+    """The tables and charts of ranks by MIME type, each as a separate output with the ranks above it. HTML is that of
+    the objects of the user's own cell, as the notebook shows it without ranks; a handout sanitises both."""
+    bundles: list[dict[str, Any]] = []
+    for output in outputs:
+        name = f'<div class="labkit-cell-pages"><b>{escape(output.name)}</b></div>'
+        for kind, content in output.pages:
+            text = content.decode("utf-8", "replace")
+            if kind == _PLOTLY:
+                bundles += [{"text/html": name, "text/plain": output.name}, {kind: json.loads(text), "text/plain": ""}]
+            else:
+                bundles.append({"text/html": name + text, "text/plain": ""})
+    return bundles
 
 
 def _image(kind: str, content: bytes, name: str) -> str:
