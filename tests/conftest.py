@@ -34,6 +34,8 @@ gc.set_threshold(10_000, 10, 10)
 
 PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
 FAILED = pytest.StashKey[bool]()  # whether the function of a test raised
+REFUSED = pytest.StashKey[bool]()  # whether a test of --pure was about to start a process
+RUNNING: list[pytest.Item] = []  # the test that runs
 START_TOO_SLOW = "[anywidget] Failed to initialize model."  # the panel then opens the widget again
 NOTEBOOK_7 = (  # errors of its own while it opens: settings of the toolbar are late, and it has no file browser here
     "Cannot read properties of undefined (reading 'schema')",
@@ -44,7 +46,16 @@ PICTURES = SCREENSHOTS
 COLD_IS_SLOW = pytest.mark.parametrize("start", ["warm", pytest.param("cold", marks=pytest.mark.slow)], indirect=True)
 
 
+# fixtures that start processes
+LAUNCHES = {"bystander", "chromium", "forks", "jupyterlab", "server", "shared_run", "start"}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--pure",
+        action="store_true",
+        help="only tests that start neither Python nor a browser; one that would is skipped where it does",
+    )
     parser.addoption(
         "--all",
         action="store_true",
@@ -53,43 +64,71 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, slow tests are left out, unless they were named. The longest come first, so that all workers end
-    at about the same time; those in a browser together, so that one worker starts a JupyterLab and a Chromium."""
+    """Without --all, slow tests are left out, unless they were named; with --pure, those whose fixtures start
+    processes. The longest come first, so that all workers end at about the same time; those in a browser together, so
+    that one worker starts a JupyterLab and a Chromium."""
     items.sort(key=lambda item: (item.path.name != "test_labs.py", not item.get_closest_marker("browser")))
-    if config.getoption("--all") or any("::" in argument for argument in config.args):
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    items[:] = [item for item in items if item not in set(slow)]
-    config.hook.pytest_deselected(items=slow)
+    left_out = []
+    if config.getoption("--pure"):
+        left_out += [item for item in items if item.get_closest_marker("browser") or LAUNCHES & set(item.fixturenames)]
+    if not config.getoption("--all") and not any("::" in argument for argument in config.args):
+        left_out += [item for item in items if item.get_closest_marker("slow")]
+    items[:] = [item for item in items if item not in set(left_out)]
+    config.hook.pytest_deselected(items=left_out)
+
+
+class Launched(pytest.skip.Exception):
+    """A test of --pure was about to start a process. What is tested does not catch it: it is no `Exception`."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--pure"):
+        sys.addaudithook(refuse_to_launch)
+
+
+def refuse_to_launch(event: str, arguments: tuple) -> None:
+    """Skips the test that runs, if any, when it starts Python or forks; programs such as ruff are quick."""
+    program = Path(os.fsdecode(arguments[0])).name if event == "subprocess.Popen" else ""
+    if (event == "os.fork" or program.startswith("python")) and RUNNING:
+        RUNNING[-1].stash[REFUSED] = True
+        raise Launched("it starts a process")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    RUNNING.append(item)
+    result = yield
+    RUNNING.pop()
+    return result
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Any, Any]:
     """Notes on a test whether it failed, for the fixtures that end after it."""
     report = yield
+    if report.failed and item.stash.get(REFUSED, False):  # a thread of it was about to start a process
+        report.outcome, report.longrepr = "skipped", (__file__, 0, "Skipped: it starts a process")
     if call.when == "call":
         item.stash[FAILED] = report.failed
     return report
 
 
 @pytest.fixture(autouse=True, scope="session")
-def warm_server():
+def warm_server(pytestconfig):
     """A warm server of this process's own, which forks the ranks of most tests; gives a function that waits until it is
-    there."""
+    there. With --pure there is none."""
     place = tempfile.mkdtemp(prefix="labkit-")  # a socket's path must be short
-    before = os.environ.get("XDG_RUNTIME_DIR")
-    os.environ["XDG_RUNTIME_DIR"] = place
-    os.environ["LABKIT_LEASES"] = f"{place}/leases"  # other users of this machine do not delay the tests
-
-    client.prepare()
-    yield server_for_this_process
-    found = client.about()
-    if isinstance(found, dict):
-        psutil.Process(found["pid"]).kill()
-    if before is None:
-        del os.environ["XDG_RUNTIME_DIR"]
-    else:
-        os.environ["XDG_RUNTIME_DIR"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", place)
+        patch.setenv("LABKIT_LEASES", f"{place}/leases")  # other users of this machine do not delay the tests
+        if pytestconfig.getoption("--pure"):
+            patch.setattr(client, "_start_server", lambda environment: None)
+        else:
+            client.prepare()
+        yield server_for_this_process
+        found = client.about()
+        if isinstance(found, dict):
+            psutil.Process(found["pid"]).kill()
     shutil.rmtree(place)
 
 
@@ -254,6 +293,8 @@ def started_warm(what: object, root: Path | None = None, **fields: Any) -> Run:
 
 def server_for_this_process() -> dict:
     """Waits for a warm server that answers, and starts one if there is none."""
+    if RUNNING and RUNNING[-1].config.getoption("--pure"):
+        raise Launched("it needs the warm server")
     if isinstance(client.about(), client.Cold):
         client.prepare()
     return server_is_ready()
