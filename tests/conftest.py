@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import shutil
 import sys
@@ -34,7 +35,7 @@ gc.set_threshold(10_000, 10, 10)
 
 PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
 FAILED = pytest.StashKey[bool]()  # whether the function of a test raised
-REFUSED = pytest.StashKey[bool]()  # whether a test of --pure was about to start a process
+REFUSED = pytest.StashKey[bool]()  # whether a test of --quick was about to start a process
 RUNNING: list[pytest.Item] = []  # the test that runs
 START_TOO_SLOW = "[anywidget] Failed to initialize model."  # the panel then opens the widget again
 NOTEBOOK_7 = (  # errors of its own while it opens: settings of the toolbar are late, and it has no file browser here
@@ -44,17 +45,16 @@ NOTEBOOK_7 = (  # errors of its own while it opens: settings of the toolbar are 
 PICTURES = SCREENSHOTS
 # for a test whose cold round shows nothing that the cold round of another one does not show
 COLD_IS_SLOW = pytest.mark.parametrize("start", ["warm", pytest.param("cold", marks=pytest.mark.slow)], indirect=True)
-
-
-# fixtures that start processes
-LAUNCHES = {"bystander", "chromium", "forks", "jupyterlab", "server", "shared_run", "start"}
+# with --quick
+LAUNCHES = {"bystander", "chromium", "forks", "jupyterlab", "server", "shared_run", "start"}  # fixtures
+CASES = 8  # of a test with many parameters, evenly spread
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--pure",
+        "--quick",
         action="store_true",
-        help="only tests that start neither Python nor a browser; one that would is skipped where it does",
+        help=f"tests that start neither Python nor a browser (one that would is skipped there), {CASES} cases of each",
     )
     parser.addoption(
         "--all",
@@ -64,25 +64,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, slow tests are left out, unless they were named; with --pure, those whose fixtures start
-    processes. The longest come first, so that all workers end at about the same time; those in a browser together, so
-    that one worker starts a JupyterLab and a Chromium."""
+    """Without --all, slow tests are left out, unless they were named; with --quick, those whose fixtures start
+    processes and most cases of those with many. The longest come first, so that all workers end at about the same time;
+    those in a browser together, so that one worker starts a JupyterLab and a Chromium."""
     items.sort(key=lambda item: (item.path.name != "test_labs.py", not item.get_closest_marker("browser")))
-    left_out = []
-    if config.getoption("--pure"):
-        left_out += [item for item in items if item.get_closest_marker("browser") or LAUNCHES & set(item.fixturenames)]
-    if not config.getoption("--all") and not any("::" in argument for argument in config.args):
-        left_out += [item for item in items if item.get_closest_marker("slow")]
-    items[:] = [item for item in items if item not in set(left_out)]
-    config.hook.pytest_deselected(items=left_out)
+    everything = list(items)
+    are_named = any("::" in argument for argument in config.args)
+    if not config.getoption("--all") and not are_named:
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    if config.getoption("--quick"):
+        items[:] = [
+            item for item in items if not item.get_closest_marker("browser") and not LAUNCHES & set(item.fixturenames)
+        ]
+        if not are_named:
+            items[:] = a_few_cases(items)
+    kept = set(items)
+    config.hook.pytest_deselected(items=[item for item in everything if item not in kept])
+
+
+def a_few_cases(items: list[pytest.Item]) -> list[pytest.Item]:
+    """At most `CASES` items of each function, evenly spread."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [item for several in cases.values() for item in several[:: math.ceil(len(several) / CASES)]]
 
 
 class Launched(pytest.skip.Exception):
-    """A test of --pure was about to start a process. What is tested does not catch it: it is no `Exception`."""
+    """A test of --quick was about to start a process. What is tested does not catch it: it is no `Exception`."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--pure"):
+    if config.getoption("--quick"):
         sys.addaudithook(refuse_to_launch)
 
 
@@ -116,12 +129,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Gener
 @pytest.fixture(autouse=True, scope="session")
 def warm_server(pytestconfig):
     """A warm server of this process's own, which forks the ranks of most tests; gives a function that waits until it is
-    there. With --pure there is none."""
+    there. With --quick there is none."""
     place = tempfile.mkdtemp(prefix="labkit-")  # a socket's path must be short
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", place)
         patch.setenv("LABKIT_LEASES", f"{place}/leases")  # other users of this machine do not delay the tests
-        if pytestconfig.getoption("--pure"):
+        if pytestconfig.getoption("--quick"):
             patch.setattr(client, "_start_server", lambda environment: None)
         else:
             client.prepare()
@@ -293,7 +306,7 @@ def started_warm(what: object, root: Path | None = None, **fields: Any) -> Run:
 
 def server_for_this_process() -> dict:
     """Waits for a warm server that answers, and starts one if there is none."""
-    if RUNNING and RUNNING[-1].config.getoption("--pure"):
+    if RUNNING and RUNNING[-1].config.getoption("--quick"):
         raise Launched("it needs the warm server")
     if isinstance(client.about(), client.Cold):
         client.prepare()
