@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import shutil
 import sys
@@ -34,6 +35,8 @@ gc.set_threshold(10_000, 10, 10)
 
 PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
 FAILED = pytest.StashKey[bool]()  # whether the function of a test raised
+REFUSED = pytest.StashKey[bool]()  # whether a test of --quick was about to start a process
+RUNNING: list[pytest.Item] = []  # the test that runs
 START_TOO_SLOW = "[anywidget] Failed to initialize model."  # the panel then opens the widget again
 NOTEBOOK_7 = (  # errors of its own while it opens: settings of the toolbar are late, and it has no file browser here
     "Cannot read properties of undefined (reading 'schema')",
@@ -42,9 +45,17 @@ NOTEBOOK_7 = (  # errors of its own while it opens: settings of the toolbar are 
 PICTURES = SCREENSHOTS
 # for a test whose cold round shows nothing that the cold round of another one does not show
 COLD_IS_SLOW = pytest.mark.parametrize("start", ["warm", pytest.param("cold", marks=pytest.mark.slow)], indirect=True)
+# with --quick
+LAUNCHES = {"bystander", "chromium", "forks", "jupyterlab", "server", "shared_run", "start"}  # fixtures
+CASES = 8  # of a test with many parameters, evenly spread
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help=f"tests that start neither Python nor a browser (one that would is skipped there), {CASES} cases of each",
+    )
     parser.addoption(
         "--all",
         action="store_true",
@@ -53,43 +64,84 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, slow tests are left out, unless they were named. The longest come first, so that all workers end
-    at about the same time; those in a browser together, so that one worker starts a JupyterLab and a Chromium."""
+    """Without --all, slow tests are left out, unless they were named; with --quick, those whose fixtures start
+    processes and most cases of those with many. The longest come first, so that all workers end at about the same time;
+    those in a browser together, so that one worker starts a JupyterLab and a Chromium."""
     items.sort(key=lambda item: (item.path.name != "test_labs.py", not item.get_closest_marker("browser")))
-    if config.getoption("--all") or any("::" in argument for argument in config.args):
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    items[:] = [item for item in items if item not in set(slow)]
-    config.hook.pytest_deselected(items=slow)
+    everything = list(items)
+    are_named = any("::" in argument for argument in config.args)
+    if not config.getoption("--all") and not are_named:
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    if config.getoption("--quick"):
+        items[:] = [
+            item for item in items if not item.get_closest_marker("browser") and not LAUNCHES & set(item.fixturenames)
+        ]
+        if not are_named:
+            items[:] = a_few_cases(items)
+    kept = set(items)
+    config.hook.pytest_deselected(items=[item for item in everything if item not in kept])
+
+
+def a_few_cases(items: list[pytest.Item]) -> list[pytest.Item]:
+    """At most `CASES` items of each function, evenly spread."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [item for several in cases.values() for item in several[:: math.ceil(len(several) / CASES)]]
+
+
+class Launched(pytest.skip.Exception):
+    """A test of --quick was about to start a process. What is tested does not catch it: it is no `Exception`."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--quick"):
+        sys.addaudithook(refuse_to_launch)
+
+
+def refuse_to_launch(event: str, arguments: tuple) -> None:
+    """Skips the test that runs, if any, when it starts Python or forks; programs such as ruff are quick."""
+    program = Path(os.fsdecode(arguments[0])).name if event == "subprocess.Popen" else ""
+    if (event == "os.fork" or program.startswith("python")) and RUNNING:
+        RUNNING[-1].stash[REFUSED] = True
+        raise Launched("it starts a process")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    RUNNING.append(item)
+    result = yield
+    RUNNING.pop()
+    return result
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Any, Any]:
     """Notes on a test whether it failed, for the fixtures that end after it."""
     report = yield
+    if report.failed and item.stash.get(REFUSED, False):  # a thread of it was about to start a process
+        report.outcome, report.longrepr = "skipped", (__file__, 0, "Skipped: it starts a process")
     if call.when == "call":
         item.stash[FAILED] = report.failed
     return report
 
 
 @pytest.fixture(autouse=True, scope="session")
-def warm_server():
+def warm_server(pytestconfig):
     """A warm server of this process's own, which forks the ranks of most tests; gives a function that waits until it is
-    there."""
+    there. With --quick there is none."""
     place = tempfile.mkdtemp(prefix="labkit-")  # a socket's path must be short
-    before = os.environ.get("XDG_RUNTIME_DIR")
-    os.environ["XDG_RUNTIME_DIR"] = place
-    os.environ["LABKIT_LEASES"] = f"{place}/leases"  # other users of this machine do not delay the tests
-
-    client.prepare()
-    yield server_for_this_process
-    found = client.about()
-    if isinstance(found, dict):
-        psutil.Process(found["pid"]).kill()
-    if before is None:
-        del os.environ["XDG_RUNTIME_DIR"]
-    else:
-        os.environ["XDG_RUNTIME_DIR"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", place)
+        patch.setenv("LABKIT_LEASES", f"{place}/leases")  # other users of this machine do not delay the tests
+        if pytestconfig.getoption("--quick"):
+            patch.setattr(client, "_start_server", lambda environment: None)
+        else:
+            client.prepare()
+        yield server_for_this_process
+        found = client.about()
+        if isinstance(found, dict):
+            psutil.Process(found["pid"]).kill()
     shutil.rmtree(place)
 
 
@@ -254,6 +306,8 @@ def started_warm(what: object, root: Path | None = None, **fields: Any) -> Run:
 
 def server_for_this_process() -> dict:
     """Waits for a warm server that answers, and starts one if there is none."""
+    if RUNNING and RUNNING[-1].config.getoption("--quick"):
+        raise Launched("it needs the warm server")
     if isinstance(client.about(), client.Cold):
         client.prepare()
     return server_is_ready()

@@ -115,7 +115,7 @@ def _address(node: Node) -> str:
 
 def standing_environment() -> dict[str, str]:
     """The environment of this process with the additions of a typical run with several ranks."""
-    return os.environ | _COMMON | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | _import_path()
+    return os.environ | _COMMON | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | import_path()
 
 
 def _environment(spec: Spec, folder: RunFolder, node: Node | None) -> dict[str, str]:
@@ -150,10 +150,10 @@ def probe_environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
         added["CUDA_VISIBLE_DEVICES"] = ""
     elif "CUDA_DEVICE_ORDER" not in os.environ:
         added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that cuda:0 is device 0 in NVML
-    return added | _import_path()
+    return added | import_path()
 
 
-def _import_path() -> dict[str, str]:
+def import_path() -> dict[str, str]:
     """PYTHONPATH with this package's folder in front; empty if it is already there or in the interpreter's
     site-packages.
     """

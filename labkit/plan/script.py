@@ -202,6 +202,7 @@ def _with_branch(lines: list[str], conditional: ast.If, taken: bool) -> str:
     return "\n".join([*lines[:first], *kept, *lines[last:]])
 
 
+@lru_cache(maxsize=4096)
 def _with_arguments_in_calls(text: str) -> str:
     """A function in which `f(**settings)` is `f(mesh=mesh)`, if `settings = {"mesh": mesh}` is before it: a dict that
     is used for one call, or has one entry; another is written in one statement. Lines with a comment are kept."""
@@ -265,6 +266,7 @@ def _with_arguments_of(name: str, function: ast.FunctionDef, block: list[ast.stm
     return "\n".join(line for number, line in enumerate(lines, 1) if number not in removed)
 
 
+@lru_cache(maxsize=4096)
 def in_place(callee: Definition, caller: Definition) -> Definition | None:
     """The function `caller` with the body of `callee` in place of its only call. None unless `callee` is a function of
     at most two assignments and a `return`, and what is passed has the names of the parameters. Assignments can only

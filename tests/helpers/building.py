@@ -64,7 +64,7 @@ class Forks:
         """Ends the process, if it was started."""
         if "_process" in vars(self):
             self._process.stdin.close()
-            self._process.wait(10)
+            self._process.wait(60)
         if "examiner" in vars(self):
             self.examiner.__exit__()
 

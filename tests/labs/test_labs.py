@@ -92,6 +92,8 @@ def test_a_lab_runs_headless_and_leaves_static_figures(path, runs, warm_server, 
     assert verdicts and set(verdicts) == {"empty"}
     recorded = [Run.attach(folder.path) for folder in RunFolder.all(runs)]
     assert recorded
+    cold = [run.folder.read_launch().cold_because for run in recorded]
+    assert not [reason for reason in cold if "differs" in reason], "the warm server of the tests serves its kernel"
     for run in recorded:
         assert run.state.over
         deliberate = run.state.spec.fault or run.state.spec.script

@@ -24,6 +24,7 @@ from labkit.common.arguments import shown
 from labkit.common.files import write_atomically, write_output
 from labkit.common.reading import read_regular
 from labkit.launch.job import Job
+from labkit.launch.local import import_path
 from labkit.record.folder import RunFolder
 from labkit.record.state import OVER
 from labkit.runs.notebook import NAME
@@ -225,11 +226,10 @@ class _Execution:
             raise LabError(self._failure(error)) from None
 
     def _environment(self, work: Path) -> dict[str, str]:
-        """The kernel's environment: it finds labkit, ignores the user's IPython settings, and outputs figures as
-        data."""
-        path = os.pathsep.join(filter(None, (str(CLONE), os.environ.get("PYTHONPATH"))))
-        own = {"PYTHONPATH": path, "LABKIT_RUNS": str(self._root), "IPYTHONDIR": str(work.parent / "ipython")}
-        own[NAME] = self._name
+        """The kernel's environment: it finds labkit as runs do, so that a warm server of this process forks its ranks,
+        ignores the user's IPython settings, and outputs figures as data."""
+        own = {"LABKIT_RUNS": str(self._root), "IPYTHONDIR": str(work.parent / "ipython"), NAME: self._name}
+        own |= import_path()
         return os.environ | own | {RENDERER_VARIABLE: RENDERER, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
 
     def _prepare(self, client: NotebookClient, code: str) -> None:
