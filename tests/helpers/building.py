@@ -37,6 +37,7 @@ def forks():
 def forked_ranks(forks, monkeypatch):
     """Answers run on forked ranks instead of a run of their own, and one examiner draws and judges for all of them."""
     monkeypatch.setattr(criteria, "launch", forks.launch)
+    monkeypatch.setattr(criteria, "launch_alone", forks.launch)
     monkeypatch.setattr(criteria, "examiner", lambda: nullcontext(forks.examiner))
 
 

@@ -27,6 +27,7 @@ import labkit
 from labkit.common.arguments import shown
 from labkit.common.units import size
 from labkit.course.build.record import BACKWARD, COMPUTE, FORWARD, OUTSIDE, STORE, WAIT, Record
+from labkit.course.build.sandbox import Limits, run_sandboxed
 from labkit.course.exercises import Wrong
 from labkit.course.pictures.pipeline import order
 from labkit.launch.job import LaunchError
@@ -197,9 +198,14 @@ def _check_parameters(answer: Any, parameters: Sequence[str]) -> None:
         raise Wrong(f"the answer must take ({', '.join(parameters)}), as in the starter code") from None
 
 
+def written_down(answer: Any) -> Answer:
+    """The text of an answer, which may be one already. Raises `Wrong` if its source cannot be found."""
+    return answer if isinstance(answer, Answer) else Answer(answer.__name__, source_of(answer))
+
+
 def script_of(module: str, trial: str, answer: Any, nproc: int) -> str:
     """The script that every rank runs. Raises `Wrong` if the source of the answer cannot be found."""
-    written = answer if isinstance(answer, Answer) else Answer(answer.__name__, source_of(answer))
+    written = written_down(answer)
     return _SCRIPT.format(nproc=nproc, source=written.text, module=module, trial=trial, answer=written.name)
 
 
@@ -288,6 +294,16 @@ def launch(text: str, nproc: int, folder: Path) -> None:
         raise Wrong(f"this machine cannot start the ranks of this exercise: {error}") from None
     if not run.wait(_LIMIT).state.over:
         run.stop()
+
+
+def run_alone(text: str, folder: Path) -> None:
+    """Runs a script that starts its ranks itself, with `folder` as its argument, to its end."""
+    (_LAUNCH.get() or launch_alone)(text, 1, folder)
+
+
+def launch_alone(text: str, nproc: int, folder: Path) -> None:
+    """Runs a script in the sandbox, without torchrun."""
+    run_sandboxed(text, nproc, folder, Limits())
 
 
 # ---- what is required of an answer, as functions of the records of its ranks
