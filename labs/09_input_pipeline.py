@@ -309,8 +309,9 @@ print(streams["workers"].words)
 #   twice. `get_worker_info()` tells a worker who it is
 #   ([PyTorch](https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset)).
 # - **workers**: right for 8 shards, or 12. Of 10, the workers of rank 0 get three each and those of rank 1 two: 24
-#   batches and 16. Rank 1 has ended its epoch, and rank 0 waits for it in the all-reduce of its 17th step. Here, rank 1
-#   ends without it and the connection closes; with NCCL, rank 0 waits until the timeout.
+#   batches and 16. An all-reduce does not know about epochs: rank 1 begins its second one, and its steps meet those of
+#   rank 0's first. Nothing shows that, until rank 1 has made both epochs. Rank 0 has 16 steps left, and no peer: here
+#   the connection closes when rank 1 ends; with NCCL, rank 0 waits until the timeout.
 #
 # So count first, from an index with the sizes of the shards, and give all ranks the same number of batches: **drop**
 # the rest (other samples in each epoch), **repeat** some samples (the default of `DistributedSampler`), or draw shards

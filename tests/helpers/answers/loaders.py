@@ -15,28 +15,20 @@ def loader_of(*changes):
 STATE = '{"epoch": self.epoch, "done": [*self.done, [self.ranks, self.workers, self.step]]}'
 LOADED = 'self.epoch, self.done, self.step = states[0]["epoch"], states[0]["done"], 0'
 MINE = "return self.divided(left, self.ranks, self.workers)[self.rank]"
-USED = "used = left[: count * ranks * self.batch].reshape(ranks, count, self.batch)"
 COPIES = "        return [np.array_split(batches, workers) for batches in used]"
-WHOLE = (  # shards are dealt out as a whole, to readers or to ranks
-    MINE,
+WHOLE = (  # each reader gets whole shards
     "ends = np.cumsum([0, *self.files.values()])\n"
     "        parts = []\n"
     "        for worker in range(self.workers):\n"
     "            dealt = range(self.rank * self.workers + worker, len(self.files), self.ranks * self.workers)\n"
     "            mine = np.concatenate([np.arange(ends[shard], ends[shard + 1]) for shard in dealt])\n"
     "            mine = mine[np.isin(mine, left)]\n"
-    "            count = len(mine) // self.batch{most}\n"
+    "            count = len(mine) // self.batch\n"
     "            parts.append(mine[: count * self.batch].reshape(count, self.batch))\n"
-    "        return parts",
 )
-DEALT = (WHOLE[0], WHOLE[1].replace("{most}", ""))
-CUT = (  # and then all readers take as many batches as the one with the fewest
-    WHOLE[0],
-    WHOLE[1]
-    .replace("{most}", "")
-    .replace("        return parts", "        least = {least}\n        return [part[:least] for part in parts]")
-    .replace("{least}", "(len(self.files) // (self.ranks * self.workers) * 32 - 32) // self.batch"),
-)
+LEAST = "least = (len(self.files) // (self.ranks * self.workers) * 32 - 32) // self.batch"  # batches that each one has
+DEALT = (MINE, WHOLE + "        return parts")
+CUT = (MINE, WHOLE + f"        {LEAST}\n        return [part[:least] for part in parts]")
 
 WRONG = {  # changes of the solution, and words of the verdict
     "every worker reads everything": (
@@ -64,7 +56,9 @@ WRONG = {  # changes of the solution, and words of the verdict
         [
             (
                 "            yield np.stack(rows)",
-                "            yield np.stack(rows)\n        if get_worker_info().id == 0:\n            yield np.stack(rows[:1])",
+                "            yield np.stack(rows)\n"
+                "        if get_worker_info().id == 0:\n"
+                "            yield np.stack(rows[:1])",
             ),
         ],
         "batches: .*gets 1 samples",
@@ -137,13 +131,6 @@ OBSERVED = {  # what only real processes show
         ],
         "workers: rank . opens shards itself",
     ),
-    "one worker": (
-        [
-            ("num_workers=self.workers)", "num_workers=1)"),
-            ("for batch in self.parts[get_worker_info().id]:", "for batch in np.concatenate(self.parts):"),
-        ],
-        "workers: 1 of the . workers",
-    ),
     "all shards at once": (
         [("        at = None\n", "        at, everything = None, [np.load(name) for name in order]\n")],
         "memory: .*read a shard when",
@@ -161,13 +148,7 @@ OBSERVED = {  # what only real processes show
     "every worker opens all shards of its rank": (
         [
             (
-                "                if shard != at:",
-                "                if shard != at:\n"
-                "                    for name in order[shard : shard + 2]:\n"
-                "                        np.load(name)",
-            ),
-            (
-                "        return [np.array_split(batches, workers) for batches in used]",
+                COPIES,
                 "        return [[batches[worker::workers] for worker in range(workers)] for batches in used]",
             ),
         ],
@@ -199,15 +180,7 @@ OBSERVED = {  # what only real processes show
         "missing: .*a worker may have read it",
     ),
     "stores the state in a file": (
-        [("    def state(self):\n", "    def state(self):\n        open(f'/tmp/labkit-{self.rank}', 'w').close()\n")],
-        "rules: .* writes /tmp/labkit",
+        [("    def state(self):\n", "    def state(self):\n        open('/none/state', 'w')\n")],
+        "rules: .* writes /none/state",
     ),
-    "looks at the judge": (
-        [
-            ("    def state(self):\n", "    def state(self):\n        sys._getframe(1)\n"),
-            ("import numpy as np\n", "import sys\n\nimport numpy as np\n"),
-        ],
-        "rules: .* looks at the judge",
-    ),
-    "a state that is no JSON": ([(STATE, "{1, 2}")], "TypeError: Object of type set is not JSON serializable"),
 }

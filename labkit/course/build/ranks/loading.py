@@ -34,6 +34,7 @@ _PATIENCE = 30.0  # seconds without a message of any rank
 _PAUSE = 0.01  # seconds between two looks at workers
 _QUIET = 5  # looks at which no worker runs: they have prefetched all they will
 _MOST = 200  # looks; workers that are still running then do something else
+_MANY = 100  # samples of a batch, whose names still fit into a line
 _LINE = 4096  # bytes: what a pipe takes from one of several writers without mixing it with others
 
 _FORBIDDEN = {event: words for event, words in BY_ANSWER.items() if event != "mmap.__new__"}  # a shard may be mapped
@@ -248,4 +249,6 @@ def _array(batch: Any) -> np.ndarray:
     array = np.asarray(batch)
     if array.ndim != 2 or array.dtype != np.int64:
         raise TypeError(f"a batch must be int64 of shape (samples, numbers), got {array.dtype} of shape {array.shape}")
+    if len(array) > _MANY:
+        raise ValueError(f"a batch has {len(array)} samples, which is far too many")
     return array
