@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from labkit.common.units import size
+from labkit.common.units import counted, size
 from labkit.course.build import criteria
 from labkit.course.build.shards import OBSERVED, SHARD, STATE, TASK, Task, digests, draw, write
 from labkit.course.exercises import Wrong
@@ -115,8 +115,8 @@ def judge(answer: Any, task: Task | None = None) -> str:
     runs = observe(answer, task)
     trained: list[Batches] = []  # of each epoch the batches of all ranks, in the order of the runs
     for number, run in enumerate(runs):
-        when = f"{_WHEN[number]} on {task.ranks[number]} {'ranks' if task.ranks[number] > 1 else 'rank'}"
-        _ran(run, when, task, number)
+        when = f"{_WHEN[number]} on {counted(task.ranks[number], 'rank')}"
+        _ran(run, when)
         _streams(run, when, task)
         if number == 0:
             trained.append(_epoch(run, 0, task, when))
@@ -146,7 +146,7 @@ def judge(answer: Any, task: Task | None = None) -> str:
     )
 
 
-def _ran(run: Sequence[Rank], when: str, task: Task, number: int) -> None:
+def _ran(run: Sequence[Rank], when: str) -> None:
     """Every rank ran to its end and kept to the rules."""
     for rank in run:
         if rank.forbidden:
@@ -250,7 +250,7 @@ def _interrupted(run: Sequence[Rank], epoch: int, task: Task, when: str, number:
             raise Wrong(
                 f"missing: in {when}, rank {rank.rank} has {len(rank.epochs[epoch])} batches of the epoch that is to be"
                 f" interrupted after {steps}; {task.total - sum(map(len, before))} samples of it were left for"
-                f" {len(run)} ranks"
+                f" {counted(len(run), 'rank')}"
             )
     return batches
 
