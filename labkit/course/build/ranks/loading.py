@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.heap
 import os
 import selectors
 import sys
@@ -19,7 +20,7 @@ import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,7 @@ class _Observer:
             traced, pid = tracemalloc.get_traced_memory()[0], self._pid()
             least = self._least.setdefault(pid, traced)
             self._pipe.say(opens=self._files[name], pid=pid, bytes=traced - least)
-        elif _writes(name, flags) and is_caused(sys._getframe(2), self._names):
+        elif _writes(name, flags) and is_caused(sys._getframe(2), self._names) and not _shares(sys._getframe(2)):
             self._pipe.say(forbidden=f"writes {name}; what a resumed run gets is the state alone")
 
 
@@ -175,6 +176,13 @@ def _writes(name: int | str, flags: Any) -> bool:
     if isinstance(name, int) or not isinstance(flags, int) or "__pycache__" in name or name == os.devnull:
         return False
     return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+def _shares(frame: FrameType | None) -> bool:
+    """Whether multiprocessing opens a file, for the memory of a `Value` or an `Array`."""
+    while frame is not None and frame.f_code.co_filename != multiprocessing.heap.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _be_rank(
