@@ -14,17 +14,24 @@
 # ---
 
 # %% [markdown]
-# # The input pipeline: is the device waiting for data?
+# # The input pipeline: is the device waiting for data, and does it get every sample once?
 #
 # A training run reaches half the speed that its GPU allows. Is it the model, the gradient communication, or the disk?
 # Every step starts with a batch, and a device without a batch waits. In this lab you see that wait, hide it, and
-# measure what each of the usual settings gains **on this machine**: workers, pinned memory, asynchronous copies. The
-# cells of this lab compute for about 1 minute on two cores.
+# measure what each of the usual settings gains **on this machine**: workers, pinned memory, asynchronous copies. Then
+# the data come in shard files, as in every large training: who reads which shard, and **where does a run continue that
+# was interrupted in the middle of an epoch?** The cells of this lab compute for about 1 minute on two cores.
 
 # %%
+import inspect
+import json
+import tempfile
+from collections import Counter
 from pathlib import Path
 
-from labkit import Spec, check, excerpt, guess, pictures, place, run, show, write_script
+import numpy as np
+
+from labkit import Spec, check, excerpt, guess, pictures, place, run, show, starter, write_script
 
 HERE = place(2)
 print(HERE)
@@ -194,16 +201,6 @@ for name, job in one.items():
 #
 # </details>
 #
-# A single run is a single measurement. This cell alternates the settings over three rounds, so that a slow phase of the
-# machine affects all settings equally. It takes 10 to 20 seconds.
-
-# %% tags=["long"]
-rounds = [{name: run("single", **ONE, options=options).wait() for name, options in SETTINGS.items()} for _ in range(3)]
-print(f"{'setting':20}{'ms per step, in three rounds':>34}")
-for name in SETTINGS:
-    print(f"{name:20}" + "".join(f"{milliseconds(each[name])['step']:12.1f}" for each in rounds))
-
-# %% [markdown]
 # ## What pinned memory and non_blocking do
 #
 # A GPU reads pinned memory directly. To copy from pageable memory, the driver first copies the batch to a pinned
@@ -250,6 +247,134 @@ pictures.input_pipeline.copies(fetch=0.003, launch=0.003, copy=0.001, compute=0.
 #
 # The copy of the next batch is enqueued before the step with the current batch is, so both run at the same time. It
 # gains at most the time of the copy. This code needs a GPU and was not run for this page.
+
+# %% [markdown]
+# ## Data in shards
+#
+# Each request to an object store, and each file that is opened on a network disk, has a latency, however small the file
+# is. So large data sets are stored in *shards*: files with many samples each, which are read from front to back. The
+# price: there is no cheap `dataset[i]`, so that no sampler can divide the samples. The data set itself must know who it
+# is. Here are ten shards with 32 samples each; a sample is a number:
+
+# %%
+folder = tempfile.TemporaryDirectory()
+for shard in range(10):
+    np.save(Path(folder.name) / f"shard_{shard:04d}.npy", np.arange(32) + 100 * shard)
+
+# %% [markdown]
+# This cell writes `shard_stream.py` next to the notebook. Its data set is a stream: `__iter__` instead of
+# `__getitem__`. A *shuffle buffer* stands for the sampler: it takes in 16 samples, and yields a random one of them.
+
+# %%
+script = starter("input_pipeline.loader")
+import shard_stream
+
+print(inspect.getsource(shard_stream.Stream))
+
+# %% [markdown]
+# ## Predict: who reads what?
+#
+# The script runs on two ranks with two workers each, and a batch size of 8. An epoch should have 320 samples. **Write
+# down** for each value of `divided`: how often is a sample trained on in an epoch, and how many batches does each rank
+# get? Ten shards for four workers do not come out even: what happens then?
+
+# %%
+TWO = {"nproc": 2, "device": "cpu", "sample_every": 0}
+DIVIDED = ("nobody", "ranks", "workers")
+streams = {divided: run(script, **TWO, args=[folder.name, divided]).wait() for divided in DIVIDED}
+
+
+# %%
+def got(divided):
+    """What each of the two ranks wrote."""
+    return [json.loads((Path(folder.name) / f"{divided}-{rank}.json").read_text()) for rank in range(2)]
+
+
+print("divided by   batches per rank   different samples   times each   the run")
+for divided, job in streams.items():
+    epochs = [rank["epochs"][0] for rank in got(divided)]
+    times = Counter(sample for epoch in epochs for batch in epoch for sample in batch)
+    batches, often = str([len(epoch) for epoch in epochs]), str(sorted(set(times.values())))
+    print(f"{divided:12} {batches:18}{len(times):18}   {often:12} {job.state.status.state}")
+
+# %%
+print(streams["workers"].words)
+
+# %% [markdown]
+# <details class="answer"><summary>What went wrong</summary>
+#
+# - **nobody**: each worker of each rank has a copy of the data set, and reads all of it: every sample 4 times. Nothing
+#   fails, and what is called an epoch is four.
+# - **ranks**: the data set divides the shards by rank, but the two workers of a rank still read the same: every sample
+#   twice. `get_worker_info()` tells a worker who it is
+#   ([PyTorch](https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset)).
+# - **workers**: right for 8 shards, or 12. Of 10, the workers of rank 0 get three each and those of rank 1 two: 24
+#   batches and 16. An all-reduce does not know about epochs: rank 1 begins its second one, and its steps meet those of
+#   rank 0's first. Nothing shows that, until rank 1 has made both epochs. Rank 0 has 16 steps left, and no peer: here
+#   the connection closes when rank 1 ends; with NCCL, rank 0 waits until the timeout.
+#
+# So count first, from an index with the sizes of the shards, and give all ranks the same number of batches: **drop**
+# the rest (other samples in each epoch), **repeat** some samples (the default of `DistributedSampler`), or draw shards
+# **with replacement**, so that an epoch is a number of steps (`resampled=True` of WebDataset). `Join` of
+# `torch.distributed.algorithms` lets ranks with fewer batches take part in the collectives of the others.
+#
+# </details>
+#
+# ## Three more faults in this script
+#
+# They stop no run. **Predict** before you run the cell: is the second epoch in the order of the first? Does worker 0 of
+# rank 1 draw the random numbers of worker 0 of rank 0? And when a rank has trained on 48 samples, what is `position` in
+# its process, and how many samples have its workers delivered?
+
+# %%
+first, second = got("ranks")
+print("the two epochs have the same order:", first["epochs"][0] == first["epochs"][1])
+print("first random number of workers 0 and 1: rank 0", first["random"], " rank 1", second["random"])
+print("rank 0 after 6 steps:", first["look"])
+
+# %% [markdown]
+# <details class="answer"><summary>Why</summary>
+#
+# 1. Each epoch starts new workers with new copies of the data set, and `random.Random(1234)` begins again. The seed
+#    must contain the **epoch**, which the trainer sets before each one, as with `set_epoch` of `DistributedSampler`.
+#    With `persistent_workers=True` the copies stay, and do not see what the trainer sets. The order of the *shards*
+#    must depend on the epoch too: a buffer of 16 mixes neighbours only.
+# 2. A worker's seed is `base_seed + worker_id`, and each rank draws `base_seed` with its own generator. But all ranks
+#    have called `torch.manual_seed(0)`, so that worker 0 augments equally on every rank. Give the loader
+#    `generator=torch.Generator().manual_seed(seed + rank)`.
+# 3. `position` is 0: only the copies in the workers count. And these are ahead: 2 workers × 2 batches
+#    (`prefetch_factor`) × 8 samples have been delivered and wait in a queue. In addition, each worker has up to 16
+#    samples in its buffer.
+#
+# </details>
+#
+# ## What a checkpoint of the loader holds
+#
+# A run that fails after these 6 steps, and resumes at the positions of its workers, **never** sees what they had
+# prefetched. If it starts the epoch again, it sees 48 samples per rank **twice**. What counts is what has left the
+# loader.
+#
+# | the state holds | without it |
+# | --- | --- |
+# | epoch and seed | every resume has the order of epoch 0 |
+# | the position in each shard, of what the trainer got | samples twice, or never |
+# | the shuffle buffer, and the state of its random numbers | a buffer of samples per worker: never |
+# | the numbers of ranks and workers that the positions are of | divided in another way: twice, or never |
+#
+# Two designs keep it small. Either **the state travels with the batch**: a worker sends its own along, and the trainer
+# stores the last one that it got from each. Or **the order is a function** of seed and epoch, for all samples: then the
+# state says how far the training is, and any number of ranks can divide what is left (*elastic* resume).
+#
+# - [StatefulDataLoader](https://github.com/meta-pytorch/data/blob/v0.11.0/torchdata/stateful_dataloader/README.md) of
+#   torchdata has the first design: it calls `state_dict()` of the data set in the workers, and without such a method it
+#   counts batches and skips as many. It collects the states of a rank's workers, but not those of the ranks. On another
+#   number of ranks or workers, a recipe of NVIDIA's
+#   [starts its loader from scratch](https://github.com/NVIDIA-BioNeMo/bionemo-recipes/pull/1250), with a warning.
+# - [MosaicML Streaming](https://docs.mosaicml.com/projects/streaming/en/latest/api_reference/generated/streaming.StreamingDataset.html)
+#   has the second one: a checkpoint is `epoch`, `sample_in_epoch`, `shuffle_seed` and `num_canonical_nodes`.
+# - [WebDataset](https://webdataset.github.io/webdataset/multinode/) divides whole tar files by node and worker. Its
+#   author recommends [training without epochs](https://github.com/tmbdev/wds-distributed), so that a resume may begin
+#   anywhere; then no sample is promised once.
 #
 # ## Exercise: how many workers?
 #
@@ -281,6 +406,43 @@ fixed = ...
 check("input_pipeline.mend", fixed)
 
 # %% [markdown]
+# ## Exercise: resume on another number of ranks
+#
+# Write the class. Each rank makes a `Loader(files, rank, ranks, workers, batch, seed)`. `files` has the number of
+# samples by path, and `np.load(path)` gives them: int64, (samples, numbers). Ranks cannot talk to each other.
+#
+# - `__iter__` yields the batches of an epoch, or what is left of it after `load`; the next time, those of the next
+#   epoch. A batch has `batch` whole samples: (batch, numbers).
+# - `state()` may be called after any batch. What it returns must fit into JSON.
+# - `load(states)` gets the states of **all** ranks of the interrupted run, which may have been more or fewer.
+#
+# The check draws shards, batch, workers and steps, and starts real processes. A first run is interrupted in its second
+# epoch, when its workers have prefetched. A second run, on another number of ranks, goes on and is interrupted in the
+# *same* epoch. A third one ends it, and makes another. It measures:
+#
+# - each sample once per epoch, over all runs; all ranks get the same number of batches. Only what does not fill a batch
+#   on every rank may be dropped
+# - another order in each epoch, of samples and of shards
+# - the `workers` read, the rank does not; few workers open the same shard, and none holds more than 5 shards
+# - the state: at most 1,500 bytes of JSON per rank
+
+
+# %% tags=["exercise"]
+class Loader:
+    def __init__(self, files, rank, ranks, workers, batch, seed): ...
+
+    def __iter__(self):
+        # a DataLoader with workers, of an IterableDataset that you write
+        ...
+
+    def state(self): ...
+
+    def load(self, states): ...
+
+
+check("input_pipeline.loader", Loader)
+
+# %% [markdown]
 # ## Summary
 #
 # - Check the wait for **data** before you tune anything else. If it is close to zero, no setting of the loader helps.
@@ -289,3 +451,7 @@ check("input_pipeline.mend", fixed)
 # - Use `pin_memory` and `non_blocking` together. They need a GPU and save at most the time of the copy. A copy overlaps
 #   with kernels only if it is on another stream.
 # - A gain below the noise between two identical runs is not a gain.
+# - A stream divides itself: shards by rank *and* worker, the same number of batches on every rank, another order in
+#   each epoch, other random numbers in each worker.
+# - A checkpoint of the loader says what the **trainer** has got, not what the workers have read. If the order of an
+#   epoch is a function of seed and epoch, this is a few numbers, and any number of ranks can go on.

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ import pytest
 from labkit.course.build import criteria
 
 LIMIT = 90.0  # seconds for one answer on a busy machine
+LIMIT_ALONE = 600.0  # seconds for an answer that starts its ranks itself, in several runs
 PATIENCE = 8.0  # seconds without a call of torch after which a rank says where it waits
 
 
@@ -37,6 +38,7 @@ def forks():
 def forked_ranks(forks, monkeypatch):
     """Answers run on forked ranks instead of a run of their own, and one examiner draws and judges for all of them."""
     monkeypatch.setattr(criteria, "launch", forks.launch)
+    monkeypatch.setattr(criteria, "launch_alone", partial(forks.launch, limit=LIMIT_ALONE))
     monkeypatch.setattr(criteria, "examiner", lambda: nullcontext(forks.examiner))
 
 

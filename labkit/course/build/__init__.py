@@ -5,6 +5,7 @@
                each criterion names itself, the rank, the step, what was expected and what it got
 `record`       what a rank records: losses, calls in order with their bytes, operations, memory
 `ranks/`       what runs inside the ranks and the examiner, the only part that loads torch
+`loader`       judges a loader of shards by the batches that plain processes got; `shards` draws its task
 `sandbox`      runs the ranks of a submitted answer with limits, instead of as an ordinary run
 `grade`        judges a folder of submissions and writes a CSV
 `given/`       scripts to start from, which are correct and slow, or wasteful

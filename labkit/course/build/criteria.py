@@ -27,6 +27,7 @@ import labkit
 from labkit.common.arguments import shown
 from labkit.common.units import size
 from labkit.course.build.record import BACKWARD, COMPUTE, FORWARD, OUTSIDE, STORE, WAIT, Record
+from labkit.course.build.sandbox import run_to_end
 from labkit.course.exercises import Wrong
 from labkit.course.pictures.pipeline import order
 from labkit.launch.job import LaunchError
@@ -149,6 +150,7 @@ def bound(node: ast.AST) -> set[str]:
 
 
 _LIMIT = 180.0  # seconds after which a run is stopped
+_LIMIT_ALONE = 600.0  # of an answer that starts its ranks itself, in several runs
 _SCRIPT = """\
 # An answer on {nproc} ranks: torchrun --standalone --nproc-per-node={nproc} train.py FOLDER
 # The first two lines read this file, and run what follows with the inputs that the examiner draws into FOLDER.
@@ -197,9 +199,14 @@ def _check_parameters(answer: Any, parameters: Sequence[str]) -> None:
         raise Wrong(f"the answer must take ({', '.join(parameters)}), as in the starter code") from None
 
 
+def written_down(answer: Any) -> Answer:
+    """The text of an answer, which may be one already. Raises `Wrong` if its source cannot be found."""
+    return answer if isinstance(answer, Answer) else Answer(answer.__name__, source_of(answer))
+
+
 def script_of(module: str, trial: str, answer: Any, nproc: int) -> str:
     """The script that every rank runs. Raises `Wrong` if the source of the answer cannot be found."""
-    written = answer if isinstance(answer, Answer) else Answer(answer.__name__, source_of(answer))
+    written = written_down(answer)
     return _SCRIPT.format(nproc=nproc, source=written.text, module=module, trial=trial, answer=written.name)
 
 
@@ -235,9 +242,8 @@ class Examiner:
 
     def __enter__(self) -> Examiner:
         argv = [sys.executable, "-m", "labkit.course.build.ranks.examiner"]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(labkit.__file__).parents[1]), *_PATHS])}
         self._process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(), text=True, start_new_session=True
         )
         return self
 
@@ -274,6 +280,11 @@ class Examiner:
 _PATHS = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
 
 
+def _environment() -> dict[str, str]:
+    """That of a process which imports this labkit."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(labkit.__file__).parents[1]), *_PATHS])}
+
+
 def examiner() -> contextlib.AbstractContextManager[Examiner]:
     """A new process that examines one answer."""
     return Examiner()
@@ -288,6 +299,18 @@ def launch(text: str, nproc: int, folder: Path) -> None:
         raise Wrong(f"this machine cannot start the ranks of this exercise: {error}") from None
     if not run.wait(_LIMIT).state.over:
         run.stop()
+
+
+def run_alone(text: str, folder: Path) -> None:
+    """Runs a script that starts its ranks itself, with `folder` as its argument, to its end."""
+    (_LAUNCH.get() or launch_alone)(text, 1, folder)
+
+
+def launch_alone(text: str, nproc: int, folder: Path) -> None:
+    """Runs a script as a plain process, to its end."""
+    script = folder / "train.py"
+    script.write_text(text, encoding="utf-8")
+    run_to_end([sys.executable, str(script), str(folder)], folder, folder, _environment(), _LIMIT_ALONE)
 
 
 # ---- what is required of an answer, as functions of the records of its ranks

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -67,18 +68,24 @@ def run_sandboxed(text: str, nproc: int, folder: Path, limits: Limits) -> None:
     root = str(Path(__file__).parents[3])
     environment = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
     environment |= {"PYTHONPATH": root, "HOME": str(home), "TMPDIR": str(home)}
+    run_to_end([*unshare, *argv], folder, home, environment, limits.seconds)
+
+
+def run_to_end(argv: Sequence[str], folder: Path, cwd: Path, environment: Mapping[str, str], seconds: float) -> None:
+    """Runs a program in a process group of its own, which is killed at its end or after `seconds`. Its output is in
+    `folder`."""
     with open(folder / "output", "wb") as output:
         process = subprocess.Popen(
-            [*unshare, *argv],
+            argv,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env=environment,
-            cwd=home,
+            cwd=cwd,
             start_new_session=True,
         )
         try:
-            process.wait(limits.seconds)
+            process.wait(seconds)
         except subprocess.TimeoutExpired:
             pass
         finally:

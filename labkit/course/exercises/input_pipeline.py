@@ -1,4 +1,5 @@
-"""Exercises of lab 09: the number of workers that hide loading, and a data loader to fix."""
+"""Exercises of lab 09: the number of workers that hide loading, a data loader to fix, and one to write, which reads
+shards and resumes on another number of ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import re
 from typing import Any
 
 from labkit.analysis.metrics import median, phase_seconds
+from labkit.course.build import loader
+from labkit.course.build.criteria import check_class, solution
 from labkit.course.exercises import Exercise, Wrong, require_function
 from labkit.course.exercises.own import finished, source
 
@@ -57,6 +60,11 @@ def _mend(answer: Any) -> str:
     return f"a batch still takes {1e3 * took:.0f} ms to load, and a step waits only {1e3 * waits:.1f} ms for it"
 
 
+def _loader(answer: Any) -> str:
+    check_class(answer, "of loaders", ["files", "rank", "ranks", "workers", "batch", "seed"])
+    return loader.judge(answer)
+
+
 EXERCISES = {
     "workers": Exercise(
         "How many workers hide loading",
@@ -70,5 +78,11 @@ EXERCISES = {
         "In `load` of slow_input.py pass `num_workers=2` to the DataLoader (loading takes 1.5 times as long as a step,"
         ' so 2 workers hide it), preferably with `persistent_workers=True`; then `run("slow_input.py",'
         " **HERE).wait()`.",
+    ),
+    "loader": Exercise(
+        "Resume on another number of ranks",
+        _loader,
+        solution("loader", "Loader", "Stream"),
+        given="shard_stream",
     ),
 }

@@ -5,9 +5,11 @@ import math
 import os
 from pathlib import Path
 
+from answers.loaders import DEALT, loader_of
 from fabricate import FakeRun
 
 from labkit import Run
+from labkit.course.build.solutions.loader import Loader
 
 
 class Loading(FakeRun):
@@ -40,8 +42,13 @@ def ran(kind):
     return Run.attach(fake.folder.path)
 
 
-RIGHT = {"workers": lambda load, compute: math.ceil(load / compute), "mend": lambda: ran(Loading)}
+RIGHT = {
+    "workers": lambda load, compute: math.ceil(load / compute),
+    "mend": lambda: ran(Loading),
+    "loader": lambda: Loader,
+}
 WRONG = {
     "workers": (lambda load, compute: round(load / compute), "a batch is ready every 125 ms"),
     "mend": (lambda: ran(Waiting), "still: rank 0 spends 60% of each step waiting for data"),
+    "loader": (lambda: loader_of(DEALT), "would wait for rank"),
 }

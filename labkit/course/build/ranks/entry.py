@@ -98,7 +98,7 @@ def line_of(frame: FrameType | None, source: str) -> str:
     return "" if frame is None else f", at: {linecache.getline(source, frame.f_lineno).strip()}"
 
 
-def _line(traceback: TracebackType | None, source: str) -> str:
+def raised_line(traceback: TracebackType | None, source: str) -> str:
     """As `line_of`, for the innermost frame of a traceback."""
     line = ""
     while traceback is not None:
@@ -183,7 +183,7 @@ def run_answer(source: str, module: str, trial: str, answer: str, folder: str, p
     recorder = Recorder(record, rules.intact, rules.answers, counts_functional=bool(allowed))
     rules.leaves = recorder.synchronizes
     _warm_up()
-    code = _code(source)
+    code = code_of(source)
     _hide(sys._getframe(1))
     dist.barrier()  # no file with inputs exists any more
 
@@ -202,7 +202,7 @@ def run_answer(source: str, module: str, trial: str, answer: str, folder: str, p
             with recorder.during(END):
                 dist.barrier()  # no rank leaves while another still needs it
     except (Exception, SystemExit) as error:
-        record.error = f"{type(error).__name__}: {error}{where(recorder)}{_line(error.__traceback__, source)}"
+        record.error = f"{type(error).__name__}: {error}{where(recorder)}{raised_line(error.__traceback__, source)}"
     finally:
         watchdog.stop()
     report()
@@ -230,7 +230,7 @@ def _warm_up() -> None:
             made.step()
 
 
-def _code(source: str) -> CodeType:
+def code_of(source: str) -> CodeType:
     """The code of an answer: a script from its mark on, with the numbers of its lines."""
     before, _, text = Path(source).read_text(encoding="utf-8").partition(f"{MARK}\n")
     return compile("\n" * before.count("\n") + "\n" + text, source, "exec", dont_inherit=True)

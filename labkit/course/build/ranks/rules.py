@@ -61,7 +61,7 @@ _BACKEND_MORE = ("broadcast", "reduce", "gather", "scatter", "alltoall", "alltoa
 _LIBRARY = (sysconfig.get_path("stdlib"), "<frozen")
 _PROBE = tuple(str(Path(labkit.__file__).parent / part) + os.sep for part in ("probe", "record"))
 _SEES = "looks at the judge, not at its arguments"
-_BY_ANSWER = {  # events of the interpreter that count if the answer causes them, itself or by the standard library
+BY_ANSWER = {  # events of the interpreter that count if the answer causes them, itself or by the standard library
     "sys._getframe": _SEES,
     "sys._current_frames": _SEES,
     "gc.get_objects": _SEES,
@@ -76,7 +76,7 @@ _BY_ANSWER = {  # events of the interpreter that count if the answer causes them
     "ctypes.addressof": "calls C directly",
     "ctypes.cdata": "calls C directly",
 }
-_BELOW_ANSWER = {  # events that count if the answer is anywhere on the stack
+BELOW_ANSWER = {  # events that count if the answer is anywhere on the stack
     "os.fork": "starts a process",
     "os.forkpty": "starts a process",
     "os.posix_spawn": "starts a process",
@@ -195,20 +195,8 @@ class Rules:
         """Whether a line of the answer has called the operator that the recorder sees, and not one of the probe."""
         return self._below(sys._getframe(1), replaced=("item",))
 
-    def _is_answer(self, frame: FrameType) -> bool:
-        """Whether a frame runs a line of the answer, or a text that it executes."""
-        if frame.f_globals is self._names:
-            return True
-        if not frame.f_code.co_filename.startswith("<") or frame.f_code.co_filename.startswith("<frozen"):
-            return False
-        module = sys.modules.get(frame.f_globals.get("__name__", ""))
-        return module is None or vars(module) is not frame.f_globals
-
     def _caused(self, frame: FrameType | None) -> bool:
-        """Whether the answer made the call that this frame makes, itself or through the standard library."""
-        while frame is not None and _in_library(frame):
-            frame = frame.f_back
-        return frame is not None and self._is_answer(frame)
+        return is_caused(frame, self._names)
 
     def _below(self, frame: FrameType | None, replaced: Sequence[str] = ()) -> bool:
         """Whether the answer is anywhere on the stack, and the probe of an ordinary run is not called by it, except for
@@ -216,7 +204,7 @@ class Rules:
         while frame is not None and (
             not frame.f_code.co_filename.startswith(_PROBE) or frame.f_code.co_name in replaced
         ):
-            if self._is_answer(frame):
+            if is_answer(frame, self._names):
                 return True
             frame = frame.f_back
         return False
@@ -238,10 +226,10 @@ class Rules:
 
     def _event(self, event: str, args: tuple[Any, ...]) -> tuple[str, Callable[[FrameType | None], bool]]:
         """What an event says in words, if it can be forbidden, and when it is the answer's."""
-        if event in _BY_ANSWER:
-            return f"{_BY_ANSWER[event]} ({event})", self._caused
-        if event in _BELOW_ANSWER:
-            return f"{_BELOW_ANSWER[event]} ({event})", self._below
+        if event in BY_ANSWER:
+            return f"{BY_ANSWER[event]} ({event})", self._caused
+        if event in BELOW_ANSWER:
+            return f"{BELOW_ANSWER[event]} ({event})", self._below
         if event == "object.__getattr__" and args[1] in _ATTRIBUTES:
             return f"{_SEES} ({args[1]})", self._caused
         if event == "import" and str(args[0]).startswith("labkit"):
@@ -252,7 +240,7 @@ class Rules:
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call":
-            if self._is_answer(frame):
+            if is_answer(frame, self._names):
                 self._c_call(arg)
             return
         if event != "call":
@@ -299,6 +287,24 @@ _PYTHON_NAMES = {name for _, name in _PYTHON_CALLS}
 def _acts(value: Any) -> bool:
     """Whether a value is a function, a class or a property."""
     return callable(value) or hasattr(type(value), "__get__")
+
+
+def is_answer(frame: FrameType, names: dict[str, Any]) -> bool:
+    """Whether a frame runs a line of the answer whose globals are `names`, or a text that it executes."""
+    if frame.f_globals is names:
+        return True
+    if not frame.f_code.co_filename.startswith("<") or frame.f_code.co_filename.startswith("<frozen"):
+        return False
+    module = sys.modules.get(frame.f_globals.get("__name__", ""))
+    return module is None or vars(module) is not frame.f_globals
+
+
+def is_caused(frame: FrameType | None, names: dict[str, Any]) -> bool:
+    """Whether the answer whose globals are `names` made the call that this frame makes, itself or through the standard
+    library."""
+    while frame is not None and _in_library(frame):
+        frame = frame.f_back
+    return frame is not None and is_answer(frame, names)
 
 
 def _in_library(frame: FrameType) -> bool:

@@ -1,0 +1,44 @@
+"""The loader of lab 09: every draw accepts the solution and rejects each mistake, and real workers are observed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from answers import loaders
+from simulated_loader import observed
+
+from labkit import check
+from labkit.course.build import loader, shards
+from labkit.course.build.solutions.loader import Loader
+from labkit.course.exercises import Wrong
+
+
+def judged(answer, task, monkeypatch):
+    """The verdict in words, of simulated runs."""
+    with monkeypatch.context() as patched:
+        runs = observed(answer, task, patched)
+        patched.setattr(loader, "observe", lambda answer, task: runs)
+        return loader.judge(answer, task)
+
+
+def test_the_solution_is_right_on_every_draw(monkeypatch):
+    for _ in range(10):
+        task = shards.draw()
+        assert "each once per epoch" in judged(Loader, task, monkeypatch), task
+
+
+@pytest.mark.parametrize(("changes", "words"), loaders.WRONG.values(), ids=loaders.WRONG)
+def test_a_mistake_is_named_on_every_draw(changes, words, monkeypatch):
+    answer = loaders.loader_of(*changes)
+    for _ in range(2):
+        task = shards.draw()
+        with pytest.raises(Wrong, match=words):
+            judged(answer, task, monkeypatch)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(("changes", "words"), loaders.OBSERVED.values(), ids=loaders.OBSERVED)
+def test_real_ranks_and_workers_are_observed(changes, words):
+    verdict = check("input_pipeline.loader", loaders.loader_of(*changes))
+    assert verdict.state == "wrong" and re.search(words, verdict.words), verdict.words
