@@ -71,10 +71,16 @@ for name, (batch, new, seen) in shapes.items():
     points[name] = flops / moved, flops / seconds
     print(f"{name:22} {1e3 * seconds:6.1f} ms, {batch * new / seconds:6.0f} tokens/s, {moved / 2**20:4.0f} MiB read")
 
+# %% [markdown]
+# Without a cache, every step passes all 129 tokens through the model:
+
 # %%
 for batch in (1, 8):
     seconds = sampler.seconds(model, batch, new=129, count=3)
     print(f"without a cache, batch {batch}: {1e3 * seconds:6.1f} ms per step, {batch / seconds:4.0f} tokens/s")
+
+# %% [markdown]
+# The points with a cache as a roofline ([lab 18](18_one_device.py)), of one core:
 
 # %%
 peak = max(reached for _, reached in points.values())
@@ -331,6 +337,9 @@ for name, target in targets.items():
         target.copy_(exchanged(shards[name].to_local()))
     else:
         target.copy_(shards[name].to_local() if name.startswith("layers") else shards[name].full_tensor())
+
+# %% [markdown]
+# Are the weights in place?
 
 # %%
 # %%ranks

@@ -7,7 +7,7 @@
 `ranks/`       what runs inside the ranks and the examiner, the only part that loads torch
 `sandbox`      runs the ranks of a submitted answer with limits, instead of as an ordinary run
 `grade`        judges a folder of submissions and writes a CSV
-`given/`       scripts to start from, which are correct and slow, or wasteful
+`given/`       scripts that a lab writes next to the notebook, to start from or to run
 `solutions/`   the reference solutions, which the tests run and the teacher's handouts show
 ============== =====================================================================================================
 

@@ -91,9 +91,8 @@ def _rows(name: str, path: Path, chosen: Sequence[str], limits: Limits) -> Itera
     answers = answers_in(tree)
     for wanted in chosen or answers or ("-",):
         if wanted not in answers:
-            what = (
-                f'check("{wanted}", …)' if chosen else "check(…) of an exercise that is graded (labs 13, 14, 20, 22 and 25)"
-            )
+            graded = "an exercise that is graded (labs 13, 14, 20, 22 and 25)"
+            what = f'check("{wanted}", …)' if chosen else f"check(…) of {graded}"
             yield Row(name, wanted, "missing", message=f"the file has no call of {what}")
         elif (answer := answers[wanted]) is ...:
             yield Row(name, wanted, "empty", message="not answered yet: the answer still is the three dots")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from labkit.common.units import size
@@ -25,12 +25,20 @@ _GPUS = (  # bytes, FLOP/s in bf16, bytes per second, by data sheet: A100, H100,
     {"memory": 141e9, "flops": 989e12, "bandwidth": 4.8e12},
 )
 _WHAT = ("bytes of weights", "bytes of cache", "the largest batch", "the batch from which decode is compute-bound")
-_CLEAR = 0.2  # a draw in which the cache costs about as much as the computation has no stable answer
+_CLEAR = 0.1  # a draw in which reading caches costs about as much as computing, or almost nothing, says little
 
 
-def _case(parameters: float, kv_heads: int, group: int, tp: int, context: int) -> Case:
+def _first(make: Callable[[], Case], fits: Callable[[float], bool]) -> Case:
+    """The first case whose `_spared` fits."""
+    while not fits(_spared(case := make())):
+        pass
+    return case
+
+
+def _case(billions: int, kv_heads: int, group: int, tp: int, context: int) -> Case:
+    """A case with `group` heads for each key-value head."""
     model = {
-        "parameters": parameters,
+        "parameters": 1e9 * billions,
         "layers": random.randrange(32, 65),
         "heads": kv_heads * group,
         "kv_heads": kv_heads,
@@ -42,16 +50,16 @@ def _case(parameters: float, kv_heads: int, group: int, tp: int, context: int) -
 def cases() -> list[Case]:
     """Four cases, drawn anew: one that is compute-bound from some batch on; one with a context with which no batch is;
     one with fewer key-value heads than GPUs; and one whose weights do not fit."""
-    drawn: list[Case] = []
-    while not drawn or not 1.1 * _ridge(drawn[0][1]) < served(*drawn[0])[3] < 1e4:
-        parameters = 1e9 * random.randrange(20, 60)
-        drawn = [_case(parameters, 8, random.choice((5, 7)), 4, 128 * random.randrange(2, 40))]
-    while len(drawn) < 2 or not _never(drawn[1]):
-        drawn[1:] = [_case(1e9 * random.randrange(5, 12), 8, 4, 1, 1024 * random.randrange(8, 32))]
-    parameters = 1e9 * random.randrange(60, 120)
-    drawn.append(_case(parameters, 2, 16, 8, 128 * random.randrange(2, 16)))
-    drawn.append(_case(1e9 * random.randrange(80, 120), 8, 8, 1, 128 * random.randrange(8, 64)))
-    return drawn
+    draw = random.randrange
+    return [
+        _first(
+            lambda: _case(draw(20, 60), 8, random.choice((5, 7)), 4, 128 * draw(2, 40)),
+            lambda spared: _CLEAR < spared < 1 - _CLEAR,
+        ),
+        _first(lambda: _case(draw(5, 12), 8, 4, 1, 1024 * draw(8, 32)), lambda spared: spared < -_CLEAR),
+        _first(lambda: _case(draw(60, 120), 2, 16, 8, 128 * draw(2, 16)), lambda spared: abs(spared) > _CLEAR),
+        _first(lambda: _case(draw(80, 120), 8, 8, 1, 128 * draw(8, 64)), lambda spared: abs(spared) > _CLEAR),
+    ]
 
 
 def _ridge(gpu: Figures) -> float:
@@ -59,9 +67,11 @@ def _ridge(gpu: Figures) -> float:
     return gpu["flops"] / gpu["bandwidth"]
 
 
-def _never(case: Case) -> bool:
+def _spared(case: Case) -> float:
+    """What is left of the time of a sequence's operations when its cache is read, as a fraction; negative if reading
+    takes longer."""
     weights, cache, *_ = served(*case)
-    return cache * _ridge(case[1]) > (1 + _CLEAR) * weights
+    return 1 - cache * _ridge(case[1]) / weights
 
 
 def served(model: Figures, gpu: Figures, tp: int, context: int) -> tuple[float, float, int, float]:
