@@ -8,7 +8,7 @@
 `loader`       judges a loader of shards by the batches that plain processes got; `shards` draws its task
 `sandbox`      runs the ranks of a submitted answer with limits, instead of as an ordinary run
 `grade`        judges a folder of submissions and writes a CSV
-`given/`       scripts to start from, which are correct and slow, or wasteful
+`given/`       scripts that a lab writes next to the notebook, to start from or to run
 `solutions/`   the reference solutions, which the tests run and the teacher's handouts show
 ============== =====================================================================================================
 

@@ -22,7 +22,7 @@ from labkit.course.exercises import Wrong, exercise
 
 SUFFIXES = (".py", ".ipynb")
 TOPICS = ("build_data_parallel", "build_model_parallel")  # exercises whose answers are run
-EXERCISES = ("input_pipeline.loader", "precision.step", "precision.recompute")  # others that are
+EXERCISES = ("input_pipeline.loader", "precision.step", "precision.recompute", "inference.weights")  # others that are
 FILES = ("profiles.faults",)  # exercises whose answer is the name of a script next to the submission
 
 
@@ -91,11 +91,8 @@ def _rows(name: str, path: Path, chosen: Sequence[str], limits: Limits) -> Itera
     answers = answers_in(tree)
     for wanted in chosen or answers or ("-",):
         if wanted not in answers:
-            what = (
-                f'check("{wanted}", …)'
-                if chosen
-                else "check(…) of an exercise that is graded (labs 9, 13, 14, 20 and 22)"
-            )
+            graded = "an exercise that is graded (labs 9, 13, 14, 17, 20, 22 and 25)"
+            what = f'check("{wanted}", …)' if chosen else f"check(…) of {graded}"
             yield Row(name, wanted, "missing", message=f"the file has no call of {what}")
         elif (answer := answers[wanted]) is ...:
             yield Row(name, wanted, "empty", message="not answered yet: the answer still is the three dots")
