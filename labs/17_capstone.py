@@ -16,7 +16,7 @@
 # %% [markdown]
 # # Capstone: compose a trainer on a mesh, then lay out a 13B model and defend it
 #
-# **You have built DDP, ZeRO, tensor parallelism and a pipeline, each for itself. What changes if a rank belongs to
+# **You have built DDP, ZeRO, tensor parallelism and a pipeline, each on its own. What changes if a rank belongs to
 # three groups at once: who sends what to whom, and over which group is which gradient summed? And then: your group gets
 # two nodes of eight A100 with 40 GB each, and a model with 13 billion parameters. Which layout do you propose, and what
 # do you answer when somebody asks "why not simply FSDP?"**
@@ -90,13 +90,13 @@ def per_rank(parameters, numbers, micro_batches, blocks, data, pipeline, tensor)
 check("capstone.bytes", per_rank)
 
 # %% [markdown]
-# Now use it for the GPT of the script. Which axis sends most, although its messages are the smallest? Which one would
-# you place on the slowest link? In a large model, which of the four numbers grow with the batch, and which do not?
+# Now use it for the GPT of the script. Along which axis does a rank send most? Which axis would you place on the
+# slowest link? Which of the four numbers grow with the batch, and which do not?
 #
 # ## The trainer
 #
-# On one device, the script prints the losses that the mesh must have as well, digit by digit but the last. The cell
-# runs on one rank; with `ranks = 8` it runs your class `Training`.
+# On one device, the script prints the losses that the mesh must have as well, up to rounding. The cell runs on one
+# rank; with `ranks = 8` it runs your class `Training`.
 
 # %%
 ranks = 1  # 8, when Training is written
@@ -105,7 +105,7 @@ job = run(script, nproc=ranks, device="cpu").wait()
 print(job.logs(rank=0))
 
 # %% [markdown]
-# **Predict**, then write. In which line of your code does the answer stand?
+# **Predict**, then write. Which line of your code holds each answer?
 #
 # 1. Which parameters does the first stage have, which the last, and which one do both have?
 # 2. Each loss is a mean over the samples of a micro-batch, and gradients add up: over micro-batches, over stages, over
@@ -118,9 +118,9 @@ print(job.logs(rank=0))
 #
 # <details class="answer"><summary>Hint</summary>
 #
-# Sums come before the update: over the tensor group what is replicated in it, over the pipeline group what two stages
-# share, and over the data group everything, which ZeRO-1 does. Nothing is ever divided by the tensor or pipeline ranks:
-# they compute parts of the same gradient, and only replicas have other samples.
+# Sums come before the update: over the tensor group the gradients of what is replicated in it, over the pipeline group
+# those of what two stages share, and over the data group all of them, which ZeRO-1 does. Nothing is divided by the
+# number of tensor or pipeline ranks: they compute parts of the same gradient. Only replicas have different samples.
 #
 # </details>
 #
@@ -159,14 +159,14 @@ job.figure("memory_by_owner")
 # sends, which implements a reduce-scatter as an all-reduce, with twice the bytes: half of the calls along the tensor
 # axis are reduce-scatters, and half of those of ZeRO-1.
 #
-# Along the tensor axis a rank sends twice as much as along the data axis, in small messages that nothing overlaps. This
-# is why tensor parallelism stays within a node. The data axis sends as much as the parameters are large, however many
+# Along the tensor axis a rank sends twice as much here as along the data axis, and every block waits for it. This is
+# why tensor parallelism stays within a node. The data axis sends as much as the parameters are large, however many
 # micro-batches there are; the pipeline sends least. A loss on eight ranks differs from that of one device in the last
 # digits, because sums are added in another order.
 #
-# A scale that is wrong by a constant factor hides well. Adam divides by the size of the gradients, so that a factor of
-# three hardly shows in the losses; weight decay, clipping and the learning rates of others show it weeks later. Compare
-# with one device, as the check does.
+# A scale that is wrong by a constant factor hides well: Adam divides by the size of the gradients, so that a factor of
+# three hardly shows in the losses. It still changes what weight decay and gradient clipping do. Compare the parameters
+# with those of one device, as the check does.
 #
 # </details>
 #
