@@ -43,7 +43,7 @@ def test_the_reference_is_that_of_one_device():
         tokens = torch.cat([given[rank]["tokens"][step] for rank in (0, 4)])
         targets = torch.cat([given[rank]["targets"][step] for rank in (2, 6)])
         loss = training.step(tokens, targets)
-        assert abs(float(loss) - expected[0].losses[step]) < criteria.TOLERANCE / 5
+        assert abs(float(loss) - expected[0].losses[step]) < criteria.TOLERANCE / 2
     for rank, mine in enumerate(expected):
         *_, tensor = mesh.coordinates(rank)
         parts = {

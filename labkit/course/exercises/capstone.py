@@ -21,7 +21,7 @@ from labkit.prediction.scale.asked import training
 
 
 _CASES = (  # parameters, positions × samples × width of a micro-batch, micro-batches, blocks, data, pipeline, tensor
-    (49_152, 1_024, 4, 4, 2, 2, 2),
+    (49_152, 1_536, 5, 8, 4, 2, 3),
     (960_000, 8_192, 6, 12, 5, 3, 1),
     (6_400_000, 65_536, 16, 8, 1, 4, 8),
     (50_000_000, 131_072, 24, 24, 8, 2, 4),
