@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from answers import profiles
+from answers import capstone, profiles
 from commands import called
 from conftest import processes_of
 
@@ -129,6 +129,17 @@ def test_answers_of_lab_22_are_graded(folder):
     (row,) = grade.grade(folder, (), Limits(), lambda row: None)
     assert (row.exercise, row.verdict) == ("precision.step", "right"), row.message
     assert row.sent_bytes and row.tensor_bytes and row.sent_bytes < row.tensor_bytes
+
+
+def test_the_trainer_of_lab_17_is_graded(folder):
+    for name, text in (("ada", capstone.SOLVED), ("bob", capstone.STARTER)):
+        (folder / name).mkdir()
+        (folder / name / "lab.py").write_text('check("capstone.trainer", "mesh_training.py")\n')
+        (folder / name / "mesh_training.py").write_text(text)
+    ada, bob = grade.grade(folder, (), Limits(), lambda row: None)
+    assert (ada.exercise, ada.verdict) == ("capstone.trainer", "right"), ada.message
+    assert ada.sent_bytes and ada.tensor_bytes and ada.difference is not None
+    assert bob.verdict == "empty", bob.message
 
 
 def test_the_wrong_usage_of_the_command(tmp_path, capsys):

@@ -26,12 +26,13 @@ from typing import Any
 import labkit
 from labkit.common.arguments import shown
 from labkit.common.units import size
-from labkit.course.build.record import BACKWARD, COMPUTE, FORWARD, OUTSIDE, STORE, WAIT, Record
+from labkit.course.build.record import BACKWARD, COMPUTE, FORWARD, OUTSIDE, STORE, WAIT, Event, Record
 from labkit.course.build.sandbox import run_to_end
-from labkit.course.exercises import Wrong
+from labkit.course.exercises import Unanswered, Wrong
 from labkit.course.pictures.pipeline import order
 from labkit.launch.job import LaunchError
 from labkit.plan.spec import Spec, SpecError
+from labkit.record.files import read_below
 from labkit.runs.handle import begin
 from labkit.setup.machine import Machine
 
@@ -39,6 +40,7 @@ from labkit.setup.machine import Machine
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_MAX_SCRIPT = 1 << 20  # bytes
 
 
 def source_of(answer: Any) -> str:
@@ -121,6 +123,43 @@ def _global_names(code: CodeType) -> set[str]:
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     }
     return found.union(*(_global_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)))
+
+
+def written_script(answer: Any, name: str, example: str) -> Answer:
+    """The text of the script at the path `answer`, which must define the class `name`; raises `Wrong` if there is none.
+    `example` is such a path."""
+    if not isinstance(answer, (str, os.PathLike)):
+        raise Wrong(f"the answer must be the path of your script, such as {example!r}, got {shown(answer)}")
+    path = Path(answer).absolute()
+    try:
+        text = read_below(path.parent, path, _MAX_SCRIPT).decode()
+        tree = ast.parse(text)
+    except FileNotFoundError:
+        raise Wrong(f"there is no file {shown(str(answer))}; save your script under this name") from None
+    except (OSError, ValueError) as error:  # no plain file; bytes that are no text
+        raise Wrong(f"{shown(str(answer))} cannot be read: {error}") from None
+    except SyntaxError as error:
+        raise Wrong(f"{path.name} is not valid Python: {error.msg} in line {error.lineno}") from None
+    if not any(isinstance(node, ast.ClassDef) and node.name == name for node in tree.body):
+        raise Wrong(f"{path.name} does not define the class {name}, which the judge creates and calls")
+    if is_unanswered(tree, name):
+        raise Unanswered(f"not answered yet: in {path.name}, {name} still has the three dots of the starter code")
+    return Answer(name, text)
+
+
+def is_unanswered(tree: ast.Module, name: str) -> bool:
+    """Whether the newest definition of `name` has functions whose whole body is `...`, or a call with `...` in it."""
+    definitions = [node for node in tree.body if name in bound(node)]
+    parts = [part for part in ast.walk(definitions[-1]) if isinstance(part, (ast.FunctionDef, ast.Call))]
+    return any(_is_dots(part) for part in parts)
+
+
+def _is_dots(node: ast.FunctionDef | ast.Call) -> bool:
+    if isinstance(node, ast.Call):
+        return any(isinstance(argument, ast.Constant) and argument.value is ... for argument in node.args)
+    body = [part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
+    dots = [part for part in node.body if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)]
+    return not body and any(part.value.value is ... for part in dots if isinstance(part.value, ast.Constant))
 
 
 def solution(module: str, *names: str) -> str:
@@ -498,6 +537,55 @@ def sent_between(records: Sequence[Record], least: Bytes, most: Bytes, why: str)
                     f" {calls_in_words(record, step)}"
                 )
         _no_zeros(record, 0)
+
+
+def axes(event: Event, rank: int, mesh: Mapping[str, int]) -> list[str]:
+    """The axes of a mesh along which the ranks of a call differ. `mesh` has the number of ranks by axis, the last of
+    which varies fastest."""
+    everyone = range(math.prod(mesh.values()))
+    members = (rank, event.peer) if event.op in ("send", "recv") and event.peer is not None else event.among or everyone
+    differing, each = [], 1
+    for axis, count in reversed(mesh.items()):
+        if len({member // each % count for member in members}) > 1:
+            differing.append(axis)
+        each *= count
+    return differing[::-1]
+
+
+def groups(records: Sequence[Record], mesh: Mapping[str, int], most: float) -> None:
+    """In a step, no rank sends more than `most` bytes by calls whose ranks differ along several axes of a mesh."""
+    for record in records:
+        for step in record.steps():
+            crossing = [event for event in record.of_step(step) if len(axes(event, record.rank, mesh)) > 1]
+            if sum(event.sent for event in crossing) > most:
+                event = max(crossing, key=lambda event: event.sent)
+                ranks = [record.rank, event.peer] if event.op in ("send", "recv") else event.among or ["all"]
+                raise Wrong(
+                    f"groups: in step {step}, rank {record.rank} calls {event.op} with a group of the ranks"
+                    f" {', '.join(map(str, ranks))}, which differ along {' and '.join(axes(event, record.rank, mesh))};"
+                    " a group along one axis has ranks that differ along this axis only"
+                )
+
+
+def sent_along(
+    records: Sequence[Record], mesh: Mapping[str, int], axis: str, least: Bytes, most: Bytes, why: str
+) -> None:
+    """Every rank sends `least` to `most(record)` bytes in each step to ranks that differ from it along one axis of a
+    mesh; `why` says what these consist of."""
+    for record in records:
+        for step in record.steps():
+            got, low, high = sent_in(record, step, mesh, axis), least(record), most(record)
+            if not (1 - SLACK) * low <= got <= (1 + SLACK) * high:
+                bound = f"at least {size(low)}" if got < low else f"at most {size(high)}"
+                raise Wrong(
+                    f"bytes sent: in step {step}, rank {record.rank} sends {size(got)} along the {axis} axis, expected"
+                    f" {bound} ({why})"
+                )
+
+
+def sent_in(record: Record, step: int, mesh: Mapping[str, int], axis: str) -> float:
+    """Bytes that a rank sends in a step along one axis of a mesh."""
+    return sum(event.sent for event in record.of_step(step) if axes(event, record.rank, mesh) == [axis])
 
 
 def process(records: Sequence[Record], moment: str, most: Bytes, why: str) -> None:

@@ -18,12 +18,11 @@ from labkit.course.build import criteria
 from labkit.course.build.criteria import Answer
 from labkit.course.build.record import Record
 from labkit.course.build.sandbox import Limits, run_sandboxed
-from labkit.course.exercises import Wrong, exercise
+from labkit.course.exercises import Unanswered, Wrong, exercise
 
 SUFFIXES = (".py", ".ipynb")
 TOPICS = ("build_data_parallel", "build_model_parallel")  # exercises whose answers are run
 EXERCISES = ("input_pipeline.loader", "precision.step", "precision.recompute", "inference.weights")  # others that are
-FILES = ("profiles.faults",)  # exercises whose answer is the name of a script next to the submission
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def _rows(name: str, path: Path, chosen: Sequence[str], limits: Limits) -> Itera
             yield Row(name, wanted, "wrong", message=f"the answer must be the name of {what}")
         elif isinstance(answer, str):
             yield _graded(name, wanted, path.parent / answer, limits)
-        elif is_unanswered(tree, answer.name):
+        elif criteria.is_unanswered(tree, answer.name):
             words = f"not answered yet: {answer.name} still has the three dots of the starter code"
             yield Row(name, wanted, "empty", message=words)
         else:
@@ -114,6 +113,8 @@ def _graded(name: str, wanted: str, answer: Answer | Path, limits: Limits) -> Ro
     with criteria.launched_by(partial(run_sandboxed, limits=limits), seen.extend):
         try:
             verdict, message = "right", exercise(wanted).check(answer)
+        except Unanswered as unanswered:
+            verdict, message = "empty", str(unanswered)
         except Wrong as wrong:
             verdict, message = "wrong", str(wrong)
         except Exception as error:
@@ -203,18 +204,3 @@ def _answer(tree: ast.Module, name: str) -> Answer | None:
     if not any(name in criteria.bound(node) for node in kept):
         return None
     return Answer(name, "\n\n\n".join(map(ast.unparse, kept)) + "\n")
-
-
-def is_unanswered(tree: ast.Module, name: str) -> bool:
-    """Whether the newest definition of `name` has functions whose whole body is `...`, or a call with `...` in it."""
-    definitions = [node for node in tree.body if name in criteria.bound(node)]
-    parts = [part for part in ast.walk(definitions[-1]) if isinstance(part, (ast.FunctionDef, ast.Call))]
-    return any(_is_dots(part) for part in parts)
-
-
-def _is_dots(node: ast.FunctionDef | ast.Call) -> bool:
-    if isinstance(node, ast.Call):
-        return any(isinstance(argument, ast.Constant) and argument.value is ... for argument in node.args)
-    body = [part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
-    dots = [part for part in node.body if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)]
-    return not body and any(part.value.value is ... for part in dots if isinstance(part.value, ast.Constant))

@@ -17,8 +17,8 @@ START, END = "start", "end"  # the phases before the first and after the last st
 class Event:
     """One call. `sent` is what a rank sends in it, in bytes, with a ring algorithm, `zeros` how many of these bytes
     belong to elements that are zero, and `squares` the sum of the squares of what a rank contributes to a sum. `of` is
-    the index of the call that a wait is for, `peer` the other rank of a send or receive, `flops` the operations of a
-    matrix product."""
+    the index of the call that a wait is for, `peer` the other rank of a send or receive, `among` the ranks of the group
+    if it is not that of all ranks, `flops` the operations of a matrix product."""
 
     op: str
     step: int
@@ -27,6 +27,7 @@ class Event:
     zeros: float = 0.0
     squares: float = 0.0
     peer: int | None = None
+    among: list[int] | None = None
     of: int | None = None
     flops: int = 0
 

@@ -65,6 +65,10 @@ class Wrong(Exception):
     """What is wrong with an answer: a hint that does not give the solution away."""
 
 
+class Unanswered(Wrong):
+    """A file that is the answer still is as it was given."""
+
+
 def require_function(answer: Any, what: str) -> None:
     """Raises `Wrong` unless the answer is callable; `what` completes "the answer must be a function …"."""
     if not callable(answer):
@@ -147,6 +151,8 @@ def check(name: str, answer: Any) -> Grade:
         return Grade(name, found.title, "empty", f"not answered yet: replace the three dots with your answer{drawn}")
     try:
         state, words = "right", found.check(answer)
+    except Unanswered as unanswered:
+        return Grade(name, found.title, "empty", str(unanswered))
     except Wrong as wrong:
         state, words = "wrong", str(wrong)
     except Exception as error:

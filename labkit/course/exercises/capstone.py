@@ -1,15 +1,204 @@
-"""Exercises of lab 17: a layout of a 13B model on two nodes, and its twin on four ranks."""
+"""Exercises of lab 17: bytes of a layout by formula, a trainer on a mesh of eight CPU ranks, a layout of a 13B model on
+two nodes, and its twin on four ranks."""
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong
+from labkit.common.units import size
+from labkit.course.build import criteria
+from labkit.course.build.criteria import Bytes, records_of, solution, written_script
+from labkit.course.build.record import Record
+from labkit.course.exercises import Exercise, Wrong, require_function, require_number, result_of
 from labkit.course.exercises.own import finished
 from labkit.course.exercises.published import pick_a_layout
 from labkit.prediction.scale.advice import Advice, advice
 from labkit.prediction.scale.asked import training
+
+# ---- bytes per rank by formula
+
+
+_CASES = (  # parameters, positions × samples × width of a micro-batch, micro-batches, blocks, data, pipeline, tensor
+    (49_152, 1_536, 5, 8, 4, 2, 3),
+    (960_000, 8_192, 6, 12, 5, 3, 1),
+    (6_400_000, 65_536, 16, 8, 1, 4, 8),
+    (50_000_000, 131_072, 24, 24, 8, 2, 4),
+)
+_NAMES = ("stores", "sends along data", "sends along pipeline", "sends along tensor")
+
+
+def _by_formula(
+    parameters: int, numbers: int, micro_batches: int, blocks: int, data: int, pipeline: int, tensor: int
+) -> tuple[float, ...]:
+    """Bytes that a rank of the first stage stores between two steps, and sends in one along each axis, in fp32."""
+    own = 4 * parameters / (pipeline * tensor)
+    return (
+        own * (1 + 2 / data),
+        2 * (data - 1) / data * own,
+        4 * micro_batches * numbers / tensor,
+        8 * (tensor - 1) / tensor * 4 * micro_batches * numbers * blocks / pipeline,
+    )
+
+
+def _mistakes(case: tuple[int, ...]) -> tuple[dict[str, float], ...]:
+    """By words, what each of the four numbers would be with a common mistake."""
+    parameters, _, micro_batches, _, data, pipeline, tensor = case
+    stored, along_data, along_pipeline, along_tensor = _by_formula(*case)
+    own = 4 * parameters / (pipeline * tensor)
+    return (
+        {
+            "ZeRO-1 shards the moments only; the parameters are whole in each replica": 3 * own / data,
+            "ZeRO-1 shards the two moments over the data ranks": 3 * own,
+            "between two steps there are no gradients": stored + own,
+            "a rank has the blocks of its stage, and of these its tensor shard": 4 * parameters * (1 + 2 / data),
+        },
+        {
+            "a rank reduces the gradients of what it stores, not of the whole model": along_data * pipeline * tensor,
+            "gradients add up over the micro-batches before they are sent": along_data * micro_batches,
+            "a reduce-scatter of the gradients, and an all-gather of the parameters": along_data / 2,
+            "a ring sends (n − 1) / n of the whole: a rank has its own shard already": 2 * own,
+        },
+        {
+            "between the blocks, a rank of the tensor group has its own positions only": along_pipeline * tensor,
+            "every micro-batch is sent": along_pipeline / micro_batches,
+            "the first stage sends outputs, and receives the gradients": along_pipeline * 2,
+        },
+        {
+            "a rank computes the blocks of its stage": along_tensor * pipeline,
+            "every micro-batch passes the blocks": along_tensor / micro_batches,
+            "a block has two parts, attention and the MLP": along_tensor / 2,
+            "backward communicates as often as forward": along_tensor * 3 / 4,
+        },
+    )
+
+
+def _bytes(answer: Any) -> str:
+    require_function(answer, "per_rank(parameters, numbers, micro_batches, blocks, data, pipeline, tensor)")
+    for case in _CASES:
+        call = f"per_rank{case}"
+        given = result_of(call, answer, *case)
+        if not isinstance(given, (tuple, list)) or len(given) != len(_NAMES):
+            raise Wrong(f"{call} returned {given!r}, expected four numbers: stored, and sent along each of the axes")
+        for number in given:
+            require_number(number, f"of bytes, from {call}")
+        for name, got, wanted, mistakes in zip(_NAMES, given, _by_formula(*case), _mistakes(case)):
+            if math.isclose(got, wanted, rel_tol=1e-6, abs_tol=1e-6):
+                continue
+            hints = (words for words, wrong in mistakes.items() if math.isclose(got, wrong, rel_tol=1e-6))
+            raise Wrong(f"{call} {name} {got:,.0f} bytes: {next(hints, 'count what one rank has, and each call')}")
+    return "tensor parallelism sends most, once per block and micro-batch; the data axis sends once per step"
+
+
+# ---- a trainer on a mesh
+
+
+_RANKS = 8
+_SMALL = 1024  # bytes per step that may be sent in groups along several axes: the loss
+
+
+def _split(record: Record) -> float:
+    """Bytes that a rank of the tensor group sends to gather or scatter one activation, for all micro-batches."""
+    figures = record.figures
+    tensor = figures["mesh"]["tensor"]
+    return (tensor - 1) / tensor * figures["activation"] * figures["micro_batches"]
+
+
+def _reduced(count: int, payload: float) -> float:
+    """Bytes that a rank sends in an all-reduce."""
+    return 2 * (count - 1) / count * payload
+
+
+def _along_data(record: Record) -> float:
+    return _reduced(record.figures["mesh"]["data"], record.figures["parameters"])
+
+
+def _along_pipeline(record: Record) -> float:
+    figures = record.figures
+    shards = figures["micro_batches"] * figures["activation"] / figures["mesh"]["tensor"]
+    return shards + _reduced(figures["mesh"]["pipeline"], figures["vocabulary"])
+
+
+def _activations(record: Record) -> float:
+    """Eight calls for each block, two for the embedding or the logits."""
+    return (8 * record.figures["blocks"] + 2) * _split(record)
+
+
+def _along_tensor(record: Record) -> float:
+    """The activations, the cross-entropy of the last stage, and the gradients of what is replicated, at most once per
+    micro-batch."""
+    figures = record.figures
+    tensor, micro_batches = figures["mesh"]["tensor"], figures["micro_batches"]
+    scores = 3 * figures["token"] * micro_batches * figures["stage"]
+    return _activations(record) + _reduced(tensor, scores + micro_batches * figures["replicated"])
+
+
+_SENT: dict[str, tuple[Bytes, Bytes, str]] = {
+    "data": (
+        _along_data,
+        lambda record: _along_data(record) + _SMALL,
+        "a reduce-scatter of the gradients and an all-gather of the parameters that this rank stores, once per step",
+    ),
+    "pipeline": (
+        _along_pipeline,
+        lambda record: _along_pipeline(record) + _SMALL,
+        "of each micro-batch the positions of this rank, and once per step the gradient of the vocabulary",
+    ),
+    "tensor": (
+        _activations,
+        _along_tensor,
+        "for each block and micro-batch four all-gathers and four reduce-scatters of the activations, and the gradients"
+        " of replicated parameters",
+    ),
+}
+
+
+def _trainer(answer: Any) -> str:
+    written = written_script(answer, "Training", "mesh_training.py")
+    records = criteria.ended(records_of("mesh", "train", written, _RANKS))
+    mesh = records[0].figures["mesh"]
+    criteria.groups(records, mesh, _SMALL)
+    for axis, (least, most, why) in _SENT.items():  # a group that is wrong, before its results are
+        criteria.sent_along(
+            records, mesh, axis, lambda r, least=least: least(r) / 2, lambda r, most=most: 2 * most(r), why
+        )
+    criteria.results(records)
+    for axis, (least, most, why) in _SENT.items():
+        criteria.sent_along(records, mesh, axis, least, most, why)
+    criteria.memory(
+        records,
+        "after the construction",
+        lambda record: (1 + 1 / mesh["data"]) * record.figures["parameters"],
+        "this rank's parts of its stage, and of a shard of them a copy; a view keeps the whole tensor alive, a clone"
+        " does not",
+    )
+    criteria.memory(
+        records,
+        "between two steps",
+        lambda record: (1 + 3 / mesh["data"]) * record.figures["parameters"],
+        "this rank's parts of its stage, and of a shard of them a copy and the two moments of Adam; gradients are"
+        " freed",
+    )
+    products = "this rank's parts of the blocks of its stage, for the samples of its replica, in forward and backward"
+    criteria.computed(
+        records,
+        ("step",),
+        lambda record: record.figures["products"] + 3 * record.figures["attention"],
+        lambda record: record.figures["products"] + 3.5 * record.figures["attention"],
+        products,
+    )
+    stored = max(count for record in records for count in record.memory["between two steps"])
+    most_sent = {axis: max(criteria.sent_in(record, 0, mesh, axis) for record in records) for axis in mesh}
+    sent = ", ".join(f"{size(count)} along {axis}" for axis, count in most_sent.items())
+    return (
+        f"eight ranks train as one device does; between two steps a rank stores at most {size(stored)}, and it sends at"
+        f" most {sent} per step"
+    )
+
+
+# ---- a layout for 13B
+
 
 _SLOWER = 1.05  # relative to the fastest
 _STEPS = 5
@@ -59,6 +248,14 @@ def _twin(answer: Any) -> str:
 
 
 EXERCISES: dict[str, Exercise] = {
+    "bytes": Exercise(
+        "Bytes on a mesh",
+        _bytes,
+        "With `own = 4 * parameters / (pipeline * tensor)`: stored `own * (1 + 2 / data)`; sent along data `2 * (data -"
+        " 1) / data * own`, along the pipeline `4 * micro_batches * numbers / tensor`, along tensor `8 * (tensor - 1) /"
+        " tensor * 4 * micro_batches * numbers * blocks / pipeline`.",
+    ),
+    "trainer": Exercise("A trainer on a mesh", _trainer, solution("mesh", "groups", "Training"), given="mesh_training"),
     "layout": Exercise(
         "A layout for 13B on two nodes",
         _layout,

@@ -6,22 +6,18 @@ same on a busy machine, unlike the time of a step.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit.common.arguments import shown
 from labkit.common.units import size
 from labkit.course.build import criteria
-from labkit.course.build.criteria import Answer
+from labkit.course.build.criteria import written_script
 from labkit.course.build.record import Record
 from labkit.course.exercises import Exercise, Wrong, require_function, require_number, result_of
-from labkit.record.files import read_below
 
 # ---- what a fix can gain
 
@@ -65,7 +61,6 @@ def _launches(answer: Any) -> str:
 
 _RANKS = 2
 _CLASS = "Training"  # of the script, used by the judge
-_MAX_SCRIPT = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -139,10 +134,8 @@ _FAULTS = (
 
 
 def _faults(answer: Any) -> str:
-    text = _script(answer)
-    records = criteria.ended(
-        criteria.records_of("throughput", "train", Answer(_CLASS, text), _RANKS), finished_api=True
-    )
+    written = written_script(answer, _CLASS, "fast_training.py")
+    records = criteria.ended(criteria.records_of("throughput", "train", written, _RANKS), finished_api=True)
     criteria.results(records)
     criteria.sent_between(records, _once, lambda record: math.inf, "")
     left = list(filter(None, (fault.left(records) for fault in _FAULTS)))
@@ -154,25 +147,6 @@ def _faults(answer: Any) -> str:
         f" operators to load, and a rank sends {size(record.sent(1))} per step, by"
         f" {criteria.calls_in_words(record, 1)}, without a synchronization"
     )
-
-
-def _script(answer: Any) -> str:
-    """The text of the script at this path, which defines the class that is judged."""
-    if not isinstance(answer, (str, os.PathLike)):
-        raise Wrong(f"the answer must be the path of your script, such as 'fast_training.py', got {shown(answer)}")
-    path = Path(answer).absolute()
-    try:
-        text = read_below(path.parent, path, _MAX_SCRIPT).decode()
-        names = {node.name for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
-    except FileNotFoundError:
-        raise Wrong(f"there is no file {shown(str(answer))}; save your script under this name") from None
-    except (OSError, ValueError) as error:  # no plain file; bytes that are no text
-        raise Wrong(f"{shown(str(answer))} cannot be read: {error}") from None
-    except SyntaxError as error:
-        raise Wrong(f"{path.name} is not valid Python: {error.msg} in line {error.lineno}") from None
-    if _CLASS not in names:
-        raise Wrong(f"{path.name} does not define the class {_CLASS}, which the judge creates and calls")
-    return text
 
 
 def _changes(given: str, solution: str) -> str:

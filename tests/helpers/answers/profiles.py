@@ -25,9 +25,9 @@ def changed(text, *changes):
     return text
 
 
-def script(text):
+def script(text, name="fast_training.py"):
     """The path of a script with this text, in the folder of this test's runs."""
-    path = Path(os.environ["LABKIT_RUNS"]) / "fast_training.py"
+    path = Path(os.environ["LABKIT_RUNS"]) / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return str(path)

@@ -59,7 +59,8 @@ _FUNCTIONAL = {  # operations of _c10d_functional, which DTensor calls: the name
 _OF_THIS_RANK = {"all_gather": 1}  # the argument that holds what a rank contributes, if it is not the payload
 REDUCED = ("all_reduce", "reduce_scatter", "reduce")
 _FINISHED = ("_c10d_functional", "_c10d_functional_autograd", "symm_mem")  # collectives that are written in C++
-_METHODS = (*(operation.removesuffix("_") for operation in _KNOWN), "recv_anysource")
+_SINGLE = ("all_gather_single", "reduce_scatter_single", "all_to_all_single")  # since torch 2.13
+_METHODS = (*(operation.removesuffix("_") for operation in _KNOWN), "recv_anysource", *_SINGLE)
 _STORED = ("set", "get", "add", "append", "compare_set", "multi_set", "multi_get", "queue_push", "queue_pop")
 _BACKEND = torch._C._distributed_c10d
 _numel, _element_size = torch._C.TensorBase.numel, torch._C.TensorBase.element_size  # an answer may replace the names
@@ -99,7 +100,7 @@ class Recorder(TorchDispatchMode):
         self.results: dict[str, torch.Tensor] = {}  # what the examiner compares with a single device
         self.product: Callable[[str, Any], None] = lambda name, args: None
         self._intact, self._answers = intact, answers
-        self._group_size: int | None = None
+        self._group: dist.ProcessGroup | None = None  # of the call that Python makes
         self._works: dict[int, int] = {}  # by the id of a Work, the index of its event
         self._storages: dict[int, weakref.ref] = {}
         self._ignored: set[int] = set()
@@ -237,10 +238,14 @@ class Recorder(TorchDispatchMode):
 
     def _communicates(self, name: str, payload: int, args: Any) -> None:
         self._intact()
-        size = self._group_size or dist.get_world_size()
+        among = None if self._group is None else _ranks_of(self._group)
+        size = dist.get_world_size() if self._group is None else self._group.size()
         count = sum(_numel(tensor) * _element_size(tensor) for tensor in _tensors(args[payload]))
         peer = next((argument for argument in args[1:] if type(argument) is int), None) if name in _PEERS else None
-        self._sends(name, count, size, list(_tensors(args[_OF_THIS_RANK.get(name, payload)])), peer)
+        if among and peer is not None:
+            peer = among[peer]
+        contributed = list(_tensors(args[_OF_THIS_RANK.get(name, payload)]))
+        self._sends(name, count, size, contributed, peer, among)
 
     def _communicates_functionally(self, name: str, args: Any) -> None:
         self._intact()
@@ -248,12 +253,20 @@ class Recorder(TorchDispatchMode):
         size = (dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group).size()
         contributed = list(_tensors(args[0]))
         count = sum(_numel(tensor) * _element_size(tensor) for tensor in contributed)
-        self._sends(name, count * size if name == "all_gather" else count, size, contributed, None)
+        self._sends(name, count * size if name == "all_gather" else count, size, contributed)
 
-    def _sends(self, name: str, count: int, size: int, contributed: list[torch.Tensor], peer: int | None) -> None:
+    def _sends(
+        self,
+        name: str,
+        count: int,
+        size: int,
+        contributed: list[torch.Tensor],
+        peer: int | None = None,
+        among: list[int] | None = None,
+    ) -> None:
         """Notes an operation with a payload of `count` bytes in a group of `size` ranks."""
         moved = sent("send" if name == "gather" else name, count, size)
-        fields: dict[str, Any] = {"sent": moved, "peer": peer}
+        fields: dict[str, Any] = {"sent": moved, "peer": peer, "among": among}
         if moved:
             elements = sum(map(_numel, contributed))
             zeros = elements - sum(int(torch.count_nonzero(tensor)) for tensor in contributed)
@@ -275,11 +288,11 @@ class Recorder(TorchDispatchMode):
 
     def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            index, self._group_size = len(self.record.events), group.size()
+            index, self._group = len(self.record.events), group
             try:
                 work = original(group, *args, **kwargs)
             finally:
-                self._group_size = None
+                self._group = None
             self._works[id(work)] = index
             return work
 
@@ -312,6 +325,14 @@ def _wrappers() -> tuple[type, ...]:
     from torch.distributed.tensor import DTensor
 
     return DTensor, AsyncCollectiveTensor
+
+
+def _ranks_of(group: dist.ProcessGroup) -> list[int] | None:
+    """The ranks of a group; None for that of all ranks, and for one that torch has not made."""
+    with contextlib.suppress(KeyError):
+        ranks = dist.get_process_group_ranks(group)
+        return ranks if len(ranks) < dist.get_world_size() else None
+    return None
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
