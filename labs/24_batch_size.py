@@ -184,7 +184,7 @@ check("batch_size.noise", noise_scale)
 # ## Steps and samples to the same loss
 #
 # Now the question itself. For each global batch, the cell trains with seven learning rates and counts the steps until
-# the best one has a loss of 0.3. **Predict:** batch 2 needs about 350 steps. How many does 8 need? And 512?
+# the best one has a loss of 0.3. **Predict:** batch 2 needs about 400 steps. How many does 8 need? And 512?
 
 # %%
 # %%ranks
@@ -221,7 +221,7 @@ pictures.batch_size.hyperbola(pairs)
 # Adam divides a gradient by its own size, so that noise enters by its standard deviation: there the rule is the
 # **square root** (Malladi et al. 2022, *On the SDEs and Scaling Rules for Adaptive Gradient Algorithms*).
 #
-# **Predict** by which factor Adam's best rate grows from batch 2 to 8. The grid of the rates has steps of √2.
+# **Predict** by which factor Adam's best rate grows from batch 2 to 32, and compare it with SGD's above.
 
 
 # %%
@@ -243,6 +243,15 @@ for batch in (2, 8, 32):
         print(f"Adam, batch {batch:2}: {steps:4} steps, best learning rate {rate:.4f}")
 
 # %% [markdown]
+# <details class="answer"><summary>What to see</summary>
+#
+# From batch 2 to 32 the square root gives a factor of 4. SGD's best rate grows twice as fast at first, and stops at the
+# critical batch. Rates differ by √2 in the grid, and neighbours of the best one are nearly as good: look at the trend,
+# not at one row. Adam also needs fewer steps here, so its critical batch is another one: it belongs to the optimizer,
+# the model and the loss that you want, not to the data alone.
+#
+# </details>
+#
 # Two mistakes with SGD, from a good rate of batch 2, 1/8. **Predict** for both columns: what happens at batch 8, and at
 # 32, if the learning rate stays as it is? And if it grows linearly with the batch?
 

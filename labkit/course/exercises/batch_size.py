@@ -21,7 +21,7 @@ _FAR = 0.3  # a case is drawn again until every mistake that has a name is at le
 # ---- the noise scale from the gradients of ranks
 
 
-_STEPS, _NUMBERS = 1500, 64  # steps of a case, numbers of a gradient
+_STEPS, _NUMBERS = 1000, 256  # steps of a case, numbers of a gradient
 _FIRST, _LAST = 4.0, 0.1  # the squared norm of the true gradient, which shrinks as in a training
 _NEAR = 0.15  # relative error of an estimate that is right
 _SAFE = 0.06  # relative error of both right estimates of a case that is asked
