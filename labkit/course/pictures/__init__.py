@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 TOPICS = (
-    *("collectives", "data_parallel", "failures", "fit", "input_pipeline", "launching", "links", "mesh", "pipeline"),
+    *("collectives", "context_parallel", "data_parallel", "expert_parallel", "failures", "fit", "input_pipeline"),
+    *("launching", "links", "mesh", "nodes", "pipeline"),
     *("precision", "roofline", "sharding", "tensor_parallel"),
 )
 
