@@ -210,12 +210,17 @@ def played(
     slider = place | {"steps": steps, "active": len(steps) - 1, "x": 0.1, "len": 0.9}
     slider |= {"currentvalue": {"visible": False}, "font": {"color": colours.INK, "size": 10}, "ticklen": 3}
     looks = looks | {
+        "meta": {"controls": _CONTROLS, "plays": _LENGTH},  # for handouts, which have controls of their own
         "height": looks["height"] + _CONTROLS,
         "margin": margin | {"b": margin["b"] + _CONTROLS},
         "updatemenus": [play],
         "sliders": [slider],
     }
-    return as_figure(data, looks, [{"name": name, "data": changes} for name, changes in moments])
+    frames = [  # a change without a type would make its trace a scatter
+        {"name": name, "data": [{"type": trace["type"]} | change for trace, change in zip(data, changes, strict=True)]}
+        for name, changes in moments
+    ]
+    return as_figure(data, looks, frames)
 
 
 # ---- pictures with one lane per rank or device, time to the right
