@@ -64,7 +64,7 @@ def test_the_phases_use_nvlink_then_the_rails_then_nvlink():
     heights = [{max(line.y) for line in lines if line.line.width > 1} for lines in phases]
     assert heights[0] == heights[2] == {4.6} and heights[1] == {2.6, 3.6}
     texts = " ".join(note.text for note in figure.layout.annotations)
-    assert texts.count("3 rounds, in which a rank sends 0.75") == 2 and "2 rounds, in which a rank sends 0.25" in texts
+    assert texts.count("3 rounds, a rank sends 0.75") == 2 and "2 rounds, a rank sends 0.25" in texts
 
 
 def test_bytes_per_link_class_are_those_of_the_plans():

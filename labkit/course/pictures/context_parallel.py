@@ -154,7 +154,10 @@ def _panel(axes: dict[str, str], ranks: int, zigzag: bool, turn: int) -> list[di
             "x": [key for _, key, _ in texts],
             "y": [query for query, _, _ in texts],
             "text": [str(rank) + ("½" if query == key else "") for query, key, rank in texts],
-            "textfont": {"size": 11, "color": [ink(rank) for _, _, rank in texts]},
+            "textfont": {
+                "size": [9 if query == key else 11 for query, key, _ in texts],
+                "color": [ink(rank) for _, _, rank in texts],
+            },
             "hovertext": [
                 f"rank {rank}: queries of chunk {query}, keys of chunk {key}"
                 + (", half of it masked" if query == key else "")

@@ -124,10 +124,11 @@ def buckets(
     }
     trace = bars(boxes)
     trace["marker"]["line"] = {"width": 1, "color": "#FFFFFF"}
-    moments = [last * (moment + 1) / _MOMENTS for moment in range(_MOMENTS)]
-    frames = [
-        (f"{now:.3g} ms", [{"x": numbers(max(0.0, min(box.end, now) - box.start) for box in boxes)}]) for now in moments
-    ]
+    frames = []
+    for moment in range(1, _MOMENTS + 1):
+        now = last * moment / _MOMENTS
+        lengths = [min(box.end, now) - box.start if box.start < now else None for box in boxes]
+        frames.append((f"{now:.3g} ms", [{"x": numbers(lengths)}]))
     return canvas.played([trace], looks, frames)
 
 

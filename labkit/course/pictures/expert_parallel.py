@@ -138,17 +138,21 @@ def dispatch(
                 back = sender * band + token * top_k + (top_k - 1) / 2
                 lines.append(_line(sender, index, token, (_TOKEN[1], _EXPERT[0]), (there, middle)))
                 lines.append(_line(sender, index, token, (right, _RESULT[0]), (middle, back)))
-    heads = [(_TOKEN[0], "<b>① the router chooses</b>"), (_TOKEN[1] + 0.6, "<b>② dispatch</b>: all-to-all")]
-    heads += [(_EXPERT[0] + 1.1, "<b>③ the experts compute</b>"), (_EXPERT[1], "<b>④ combine</b>: all-to-all")]
-    heads += [(_RESULT[0], "<b>⑤ outputs</b>, weighted")]
-    notes += [note(x, -1.05, text, 12, anchor="left") for x, text in heads]
+    heads = (
+        (sum(_TOKEN) / 2, "<b>① the router</b><br>chooses"),
+        ((_TOKEN[1] + _EXPERT[0]) / 2, "<b>② dispatch</b><br>all-to-all"),
+        (_EXPERT[0] + 2.4, "<b>③ the experts</b><br>compute"),
+        ((_EXPERT[1] + _RESULT[0]) / 2 - 0.3, "<b>④ combine</b><br>all-to-all"),
+        (sum(_RESULT) / 2, "<b>⑤ outputs</b><br>weighted"),
+    )
+    notes += [note(x, -1.35, text, 12) for x, text in heads]
     kind = "dropless" if factor is None else f"capacity factor {factor:g}"
-    looks = wide_layout(f"Dispatch and combine, {kind}", _summary(rows, count), round(96 + _ROW * (band * ranks + 0.9)))
+    looks = wide_layout(f"Dispatch and combine, {kind}", _summary(rows, count), round(96 + _ROW * (band * ranks + 1.7)))
     looks |= {
         "shapes": shapes,
         "annotations": notes,
         "xaxis": HIDDEN | {"range": [-1.25, _RESULT[1] + 0.2]},
-        "yaxis": HIDDEN | {"range": [ranks * band - 0.5, -1.5]},
+        "yaxis": HIDDEN | {"range": [ranks * band - 0.5, -2.2]},
         "showlegend": False,
     }
     return as_figure(lines, looks | {"margin": looks["margin"] | {"l": 12, "t": 62}})

@@ -100,8 +100,8 @@ def restart(nodes: int = 1, per_node: int = 2) -> go.Figure:
                 boxes += [Box(lane, 4.8, 5.55, "loss", "blocked"), Box(lane, 5.6, 6.4, "loss", "ended")]
             boxes += [Box(lane, 7.4, 7.9, "update", "start"), Box(lane, 7.95, 8.7, "all_reduce", "init group")]
             boxes += [Box(lane, 8.75, 9.4, "backward", "resume"), Box(lane, 9.45, 10, "forward", "train")]
-    heads = [(0.6, "<b>① rendezvous</b><br>who takes part"), (2.3, "<b>② start</b><br>RANK, WORLD_SIZE, …")]
-    heads += [(4.0, "<b>③ train</b><br>"), (5.4, "<b>④ a rank is killed</b><br>its agent notices")]
+    heads = [(0.6, "<b>① rendezvous</b><br>who takes part"), (2.3, "<b>② start</b><br>RANK, …")]
+    heads += [(4.0, "<b>③ train</b><br>"), (5.3, "<b>④ failure</b><br>agent notices")]
     heads += [(6.95, "<b>⑤ rendezvous</b><br>again"), (8.7, "<b>⑥ all start again</b><br>from the checkpoint")]
     title = f"A restart by torchrun: {counted(nodes, 'node')} of {counted(per_node, 'rank')}"
     subtitle = "by rule, not to scale; torchrun restarts processes, the script restores their state"

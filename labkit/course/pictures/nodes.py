@@ -84,10 +84,11 @@ def two_level(nodes: int = 2, per_node: int = 4) -> go.Figure:
         pairs = [(message.source, message.target) for message in messages]
         panel.draw(pairs)
         share = sum(len(message.pieces) for message in messages) / plan.n / plan.parts
-        words = f"<b>{name}</b><br>{counted(len(rounds), 'round')}, in which a rank sends {share:.3g} of its message"
+        words = f"<b>{name}</b><br>{counted(len(rounds), 'round')}, a rank sends {share:.3g}"
         panel.notes.append(note(panel.left, -0.95, words, 12, anchor="left") | {"align": "left"})
     return panel.figure(
-        f"<b>A two-level all-reduce on {nodes} nodes of {per_node}</b>  counted from its messages", -1.5
+        f"<b>A two-level all-reduce on {nodes} nodes of {per_node}</b>  in messages of a rank, counted from the plan",
+        -1.5,
     )
 
 
