@@ -253,7 +253,7 @@ x
 pictures.collectives.costs(8)
 
 # %% [markdown]
-# **Predict:** which of the three all-reduce algorithms is best for a single number? Which for a gradient of 100 MB?
+# **Predict:** which of the all-reduce algorithms is best for a single number? Which for a gradient of 100 MB?
 #
 # <details class="answer"><summary>Answer</summary>
 #
@@ -267,11 +267,16 @@ pictures.collectives.costs(8)
 # - **Chunked chain.** A broadcast of a long message M along a chain is slow only if each rank waits for the whole
 #   message. Split into many chunks, the message flows through the chain, and all links are in use: about M · β in
 #   total, against ⌈log₂ n⌉ · M · β for the tree.
-# - **Double tree.** NCCL reduces each half of the message along a different tree. A rank that is a leaf in one tree is
-#   an inner node of the other, so no rank is idle: about as few rounds as a tree, about as many bytes as a ring.
+# - **Double tree.** NCCL reduces each half of the message along a different tree (the picture below). An inner node of
+#   one tree is a leaf of the other, so no rank sends more than two messages, however many ranks there are. NCCL also
+#   cuts each half into chunks that flow through the tree: about as few rounds as a tree, about as many bytes as a ring.
+# - **Two levels.** First within each node, then between nodes ([lab 19](19_clusters.py)).
 # - **In the switch.** NVLink SHARP and InfiniBand SHARP add in the switch. InfiniBand's: each rank sends its message
 #   once and receives the sum once, M bytes instead of 2 (n − 1) / n · M. NVLink's: (1 + 1/n) · M, because the sum of
 #   each n-th part passes through the GPU that asked for it.
+
+# %%
+pictures.collectives.all_reduce(4, by="double_tree")
 
 # %% [markdown]
 # ## The cost on this machine

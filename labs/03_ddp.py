@@ -275,7 +275,8 @@ my_guess
 #
 # By **default**, therefore, only the first bucket has 1 MiB, and the others have 25 MiB: communication starts early,
 # and a large model still sends few messages. **Predict again:** how many buckets are there by default, and how many if
-# each has 1 MiB? Take the backward time and the communication rate of that run, and model the timelines:
+# each has 1 MiB? Take the backward time and the communication rate of that run, and model the timelines. A hook on each
+# gradient puts it into its bucket; *Play* shows it:
 
 # %%
 ranks = coarse.summary()["ranks"]

@@ -248,6 +248,13 @@ split.ledger()
 #
 # </details>
 #
+# Megatron-LM calls the two places where a layer communicates *f* and *g*. Each is an identity in one direction, and
+# the all-reduce of the other one:
+
+# %%
+pictures.tensor_parallel.layer(backward=True)
+
+# %% [markdown]
 # How many parameters does each rank store? Only the matrices in the plan are split. Embeddings, norms and some biases
 # are replicated.
 

@@ -95,8 +95,13 @@ show(job)
 
 # %% [markdown]
 # The surviving rank cannot continue: its next all-reduce blocks on a peer that no longer exists. So torchrun terminates
-# it too, and starts **all** ranks again: the same program, from its first line. Not torchrun but `resume` restores the
-# training state:
+# it too, and starts **all** ranks again, after a new rendezvous:
+
+# %%
+pictures.launching.restart(nodes=1, per_node=2)
+
+# %% [markdown]
+# Each of them is the same program, from its first line. Not torchrun but `resume` restores the training state:
 
 # %%
 excerpt(Spec("ddp", **SAVING), "intact", "resume")

@@ -25,7 +25,7 @@
 # This lab takes about 25 minutes. Its cells compute for about 1 minute on two cores.
 
 # %%
-from labkit import Lab, Spec, check, excerpt, guess, place, run
+from labkit import Lab, Spec, check, excerpt, guess, pictures, place, run
 
 HERE = place(2)  # two GPUs if this machine has them, otherwise two CPU ranks
 SMALL = {"workload": "moe", "samples": 64, "batch_size": 4, "precision": "fp32"}
@@ -115,8 +115,26 @@ unbalanced.findings()
 # ## Expert parallelism
 #
 # Each rank holds *E / n* experts of every layer, and everything else as in DDP. Each rank has its own samples, so every
-# layer sends tokens twice: to the ranks of their experts (*dispatch*), and the outputs back (*combine*). Both are an
-# **all-to-all**: rank *i* sends a different chunk to every rank *j*.
+# layer sends tokens twice, by an **all-to-all**: *dispatch* and *combine*. Here are two ranks with a sequence of six
+# tokens each, four experts, and one expert per token. **Predict** what changes if nothing is dropped: which rank
+# computes more, and does rank 0 send more or less?
+
+# %%
+pictures.expert_parallel.dispatch(factor=1.0)
+
+# %%
+pictures.expert_parallel.dispatch(factor=None)
+
+# %% [markdown]
+# <details class="answer"><summary>What to see</summary>
+#
+# With slots, every rank sends and computes the same, whatever the router chooses: some tokens are dropped, and some
+# slots are empty. Without them, only tokens are sent, so rank 0 sends less. But everybody's favourite expert is on
+# rank 0, which computes twice as much as rank 1, and rank 1 waits for it. That is why the load must be balanced.
+#
+# </details>
+#
+# In the script:
 
 # %%
 split = Spec(strategy="ep", **HERE, steps=4, **SMALL)

@@ -25,7 +25,7 @@
 # This lab takes about 25 minutes. Its cells compute for about 1 minute on two cores.
 
 # %%
-from labkit import Lab, Spec, check, excerpt, guess, place, predict, run
+from labkit import Lab, Spec, check, excerpt, guess, pictures, place, predict, run
 
 HERE = place(4)  # four GPUs if this machine has them, otherwise four CPU ranks
 SMALL = {"workload": "gpt", "samples": 64, "batch_size": 4, "steps": 6, "precision": "fp32"}
@@ -101,13 +101,19 @@ excerpt(ring, "visitors", "seen", "RingAttention")
 # What forward does not keep, backward must get again: keys and values go around a second time, and the sums of their
 # gradients travel behind them, until the last hop brings them home.
 #
-# **Predict:** which pairs of chunks does a rank skip because of the causal mask? Are there ranks that skip more than
-# others?
+# **Predict:** the ranks meet after every turn, to pass on keys and values. With the sequence in order, by what factor
+# does all of it take longer than with the two chunks of each rank from above?
+
+# %%
+pictures.context_parallel.ring(ranks=4)
+
+# %% [markdown]
+# <details class="answer"><summary>What to see</summary>
 #
-# <details class="answer"><summary>Answer</summary>
-#
-# For the chunks of a lower rank, both of its own chunks attend to the first one only; for those of a higher rank, its
-# second chunk attends to both. Either way it is half of the pairs, in every step of the ring and on every rank.
+# Rows are chunks of queries, columns chunks of keys. In order, a rank skips the keys of all higher ranks and idles
+# while the others compute: 14 to 8. In zigzag order it skips half of the pairs, in every turn and on every rank: of a
+# lower rank's keys it needs the first chunk only, and of a higher rank's both, but for its second chunk of queries
+# only.
 #
 # </details>
 

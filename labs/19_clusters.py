@@ -49,6 +49,18 @@ from labkit import advise, atlas, check, on_trial, pictures
 # A **domain** of NVLink is where it reaches: eight GPUs of one node up to Hopper, and the 72 GPUs of a whole rack,
 # which are 18 nodes, in a GB200 NVL72 (Blackwell). "Within a node" and "over NVLink" are no longer the same.
 #
+# Here are two nodes of eight GPUs. The NICs with the same number are connected by one switch, their rail. **Predict**
+# which links tensor parallelism uses within the nodes, and data parallelism across them:
+
+# %%
+pictures.nodes.rails({"dp": 2, "tp": 8}, "tp")
+
+# %%
+pictures.nodes.rails({"dp": 2, "tp": 8}, "dp")
+
+# %% [markdown]
+# **Try it:** `{"tp": 16}`, along `tp`. How many of the NICs are in use?
+#
 # **Predict:** by what factor is NVLink 4 faster than InfiniBand NDR, per GPU and direction? (`nvidia-smi topo -m`
 # prints what connects your own GPUs.) Hover over a bar for its source.
 
@@ -108,6 +120,26 @@ pictures.links.bus(machine="h100x8", devices=64)
 #
 # Within a node, the ring is at least as fast for every size. Over 8 nodes it takes 126 messages in a row, and trees win
 # up to hundreds of MiB. A bucket of 25 MiB reaches less than half of the bandwidth there: large jobs use larger ones.
+#
+# </details>
+#
+# An all-reduce can also work in **two levels**, so that each byte between nodes is already a sum over a node:
+
+# %%
+pictures.nodes.two_level(nodes=2, per_node=4)
+
+# %% [markdown]
+# **Predict:** what does the busiest rank send to other nodes, compared with one ring around all eight ranks?
+
+# %%
+pictures.nodes.all_reduces(nodes=2, per_node=4)
+
+# %% [markdown]
+# <details class="answer"><summary>What to see</summary>
+#
+# A seventh. One ring leaves each node through a single NIC, which carries all of it. NCCL therefore makes one ring per
+# NIC and gives each a part of the message: 1.75 / 4 per NIC. Two levels send 0.25, because the ring between the nodes
+# has two members and not eight.
 #
 # </details>
 #
@@ -180,7 +212,13 @@ for batch in (64, 128, 256, 512, 1024):  # samples of 512 tokens on 64 GPUs
 # ## Rendezvous: two nodes on this machine
 #
 # `torchrun` runs once per node, and the agents meet at one address. Both commands are the same except for the number of
-# the node. This cell starts two "nodes" with two ranks each, here:
+# the node. When a rank is killed and `--max-restarts` allows it, they meet again:
+
+# %%
+pictures.launching.restart(nodes=2, per_node=2)
+
+# %% [markdown]
+# The next cell starts two "nodes" with two ranks each, here:
 
 # %% tags=["long"]
 port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]  # a free one

@@ -268,11 +268,14 @@ def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return data, layout | {"margin": {"l": 60, "r": 10, **vertical}}
 
 
-def as_figure(data: list[dict[str, Any]], layout: dict[str, Any]) -> plotly.graph_objects.Figure:
+def as_figure(
+    data: list[dict[str, Any]], layout: dict[str, Any], frames: list[dict[str, Any]] | None = None
+) -> plotly.graph_objects.Figure:
     """A Figure that looks like the live chart: without plotly's own template, which paints a background."""
     from labkit.figures.displayed import Figure
 
-    return Figure({"data": inert(data), "layout": inert(layout) | {"template": "none"}})
+    parts = {"data": inert(data), "layout": inert(layout) | {"template": "none"}}
+    return Figure(parts | {"frames": inert(frames)} if frames else parts)
 
 
 def inert(value: Any) -> Any:

@@ -225,6 +225,7 @@ GOOD = {  # for parameters without a default
     "axis": "dp",
     "sent": {"dp": 1.0, "tp": 2.0},
     "per_node": 2,
+    "choices": [[0, 1], [2, 3]],
     "inside": 1.0,
     "between": 1.0,
     "micro_batches": 4,

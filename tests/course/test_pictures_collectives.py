@@ -75,15 +75,32 @@ def test_rounds_and_bytes_are_those_of_the_formulas():
             "chain": n - 1,
             "tree": log,
         }
-        assert {by: len(plans.all_reduce(n, by).rounds) for by in plans.ALL_REDUCES} == {
+        assert {by: len(plans.all_reduce(n, by).rounds) for by in ("root", "tree", "ring")} == {
             "root": 2 * (n - 1),
             "tree": 2 * log,
             "ring": 2 * (n - 1),
         }
+        assert len(plans.all_reduce(n, "double_tree").rounds) <= 4 * log
+        assert plans.all_reduce(n, "double_tree").busiest() <= 2, "half of the message from an inner node to each child"
         assert plans.all_reduce(n, "ring").busiest() == pytest.approx(2 * (n - 1) / n)
         assert plans.all_gather(n).busiest() == plans.reduce_scatter(n).busiest() == pytest.approx((n - 1) / n)
         assert plans.all_to_all(n).busiest() == pytest.approx((n - 1) / n)
     assert [len(plans.broadcast(n).rounds) for n in (3, 5, 6, 9)] == [2, 3, 3, 4]
+
+
+@pytest.mark.parametrize("n", range(2, 17))
+def test_the_trees_of_a_double_tree_are_binary_and_share_no_inner_node(n):
+    inner = []
+    for parents in plans.double_tree(n):
+        (root,) = set(range(n)) - parents.keys()
+        for rank in parents:
+            path = [rank]
+            while path[-1] != root:
+                path.append(parents[path[-1]])
+                assert len(path) <= 2 + math.log2(n), "the tree is balanced"
+        inner.append(set(parents.values()))
+        assert all(list(parents.values()).count(parent) <= 2 for parent in inner[-1])
+    assert n % 2 or not inner[0] & inner[1]
 
 
 def test_the_model_of_latency_and_bandwidth():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -124,6 +125,35 @@ def test_full_buckets_are_sent_one_after_another():
     assert spans == [(1.0, 4.0), (4.0, 7.0), (10.0, 12.0)]  # two messages of half a bucket each
     (end,) = {end for _, end in sent([Bucket(800, 0.0)], 1.0, 100.0, 0.0, ranks=4)}
     assert math.isclose(end, 2 * 3 / 4 * 800 / 100)
+
+
+def test_hooks_fill_each_bucket_before_it_is_sent():
+    (trace,) = draw.buckets("gpt", (1,)).to_dict()["data"]
+    lanes = [
+        [(base, base + length) for lane, base, length in zip(trace["y"], trace["base"], trace["x"]) if lane == number]
+        for number in range(3)
+    ]
+    (backward,), filling, sending = lanes
+    assert len(filling) == len(sending) == 4
+    assert filling[0][0] == backward[0] and filling[-1][1] == pytest.approx(backward[1])
+    for (start, full), (following, _) in pairwise(filling):
+        assert start < full == pytest.approx(following)
+    assert all(begin >= full - 1e-3 for (_, full), (begin, _) in zip(filling, sending))
+    spec = Spec(workload="gpt")
+    tensors = sum(len(block.parameters) for block in spec.workload_row.blocks(spec.options))
+    assert sum(bucket.gradients for bucket in filled("gpt", 1)) == tensors
+
+
+def test_the_buckets_are_played_from_the_first_gradient_to_the_last_all_reduce():
+    figure = draw.buckets("gpt", (25, 1))
+    (trace,) = figure.data
+    last = max(base + length for base, length in zip(trace.base, trace.x))
+    for number, frame in enumerate(figure.frames, 1):
+        now = last * number / len(figure.frames)
+        for base, whole, length in zip(trace.base, trace.x, frame.data[0].x, strict=True):
+            assert (length or 0) == pytest.approx(min(max(now - base, 0), whole), abs=1e-3)
+    assert None in figure.frames[0].data[0].x
+    assert figure.frames[-1].data[0].x == pytest.approx(trace.x, rel=1e-5)
 
 
 def test_one_bucket_overlaps_with_nothing():

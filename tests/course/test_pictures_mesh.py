@@ -146,3 +146,17 @@ def test_a_layer_communicates_after_each_pair_and_with_sequence_parallelism_arou
     assert [text for text in plain if text in sent] == ["all-reduce"] * 2
     assert [text for text in sequence if text in sent] == ["all-gather", "reduce-scatter"] * 2
     assert plain.count("replicated") == 2 * 3 and sequence.count("its positions") == 2 * 3
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_backward_has_the_counterpart_of_each_collective(sequence_parallel):
+    """The collective of an autograd function's backward is the transpose of its forward's."""
+    counterpart = {"identity": "all-reduce", "all-reduce": "identity"}
+    counterpart |= {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
+    notes = tensor_parallel.layer(sequence_parallel, backward=True).layout.annotations
+    named = [note for note in notes if note.text[:8] in ("<b>f</b>", "<b>g</b>")]
+    forward, backward = named[:4], named[4:]
+    assert [note.text[3] for note in forward] == [*"fgfg"] and len(backward) == 4
+    for there, back in zip(forward, backward):
+        assert there.x == back.x and back.y > there.y
+        assert counterpart[there.text[9:]] == back.text[9:]

@@ -12,6 +12,7 @@ from conftest import PICTURES
 from handouts import HOSTILE, PLOTLY, code, figure, finished_run, hostile_run, notebook, shown
 from nbformat.v4 import new_markdown_cell
 
+from labkit.course import pictures
 from labkit.frontends.handout import run_page
 from labkit.frontends.handout.execute import write
 from labkit.frontends.handout.lab import page_of
@@ -116,6 +117,30 @@ def test_dark_follows_the_system_and_can_be_switched(opened, html):
     assert page.evaluate(ink) == "rgb(27, 31, 36)"
     page.reload()
     assert page.evaluate(ground) == "rgb(255, 255, 255)", "the choice is kept"
+
+
+@pytest.mark.browser
+def test_a_picture_plays_by_keyboard_and_is_whole_on_paper(opened, runs):
+    moving = json.loads(pictures.context_parallel.ring(2).to_json())
+    cells = [new_markdown_cell("## A picture"), code("ring(2)", shown(**{PLOTLY: moving}))]
+    page = opened(page_of(notebook(*cells), Path("labs/99_test.py"), runs).html(), color_scheme="dark")
+    drawn(page)
+    bars = page.locator("figure.drawn .bars .point path")
+    assert page.locator(".slider-container, .updatemenu-container").count() == 0, "plotly's, which no key reaches"
+    slider, whole = page.get_by_label("moment"), bars.count()
+    assert slider.get_attribute("aria-valuetext") == "turn 2"
+    slider.press("Home")
+    sync_api.expect(bars).to_have_count(whole // 2)
+    assert slider.get_attribute("aria-valuetext") == "turn 1"
+    page.screenshot(path=PICTURES / "handout-4-turn-1.png")
+    assert violations(page) == []
+    page.get_by_role("button", name="Play").press("Enter")
+    sync_api.expect(bars).to_have_count(whole)
+    slider.press("Home")
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    sync_api.expect(bars).to_have_count(whole)
+    sync_api.expect(slider).to_be_hidden()
 
 
 @pytest.mark.browser

@@ -65,6 +65,16 @@ class Plan:
         ]
         return max(sent) / self.parts
 
+    def sent(self, per_node: int, between: bool) -> list[float]:
+        """What each rank sends to ranks on other nodes (`between`), or on its own node of `per_node` consecutive ranks,
+        in units of one rank's whole message."""
+        amounts = [0.0] * self.n
+        for messages in self.rounds:
+            for message in messages:
+                if (message.source // per_node != message.target // per_node) == between:
+                    amounts[message.source] += len(message.pieces) / self.parts
+        return amounts
+
     def seconds(self, size: float, alpha: float, beta: float) -> float:
         """The seconds of the latency-bandwidth model: `alpha` per round, plus `beta` per byte of its longest message.
 
@@ -223,10 +233,93 @@ def _by_ring(n: int) -> tuple[int, tuple[Round, ...]]:
     return n, _ring(n, n - 1, add=True) + _ring(n, 0, add=False)
 
 
+Parents = dict[int, int]  # of every rank but the root
+
+
+def double_tree(n: int) -> tuple[Parents, Parents]:
+    """The two binary trees of NCCL. In the first, the lowest bit of a rank is its height, so that odd ranks are leaves.
+    The second is the first one mirrored, or shifted by one rank if n is odd. If n is even, no rank is an inner node of
+    both (Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4", 2019; the trees: Sanders, Speck and
+    Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009)."""
+    first: Parents = {}
+    for rank in range(1, n):
+        height = rank & -rank
+        above = rank - height
+        first[rank] = above | 2 * height if above | 2 * height < n else above
+    moved = [n - 1 - rank if n % 2 == 0 else (rank + 1) % n for rank in range(n)]
+    return first, {moved[rank]: moved[parent] for rank, parent in first.items()}
+
+
+def _by_double_tree(n: int) -> tuple[int, tuple[Round, ...]]:
+    """Half of the message up and down each tree, every message in the first round in which both ends are free."""
+    waiting: list[tuple[Message, set[Message]]] = []
+    for half, parents in enumerate(double_tree(n)):
+        up = {rank: Message(rank, parent, (half,), add=True) for rank, parent in parents.items()}
+        down = {rank: Message(parent, rank, (half,)) for rank, parent in parents.items()}
+        for rank, parent in parents.items():
+            waiting.append((up[rank], {up[child] for child in up if parents[child] == rank}))
+            before = {down[parent]} if parent in down else {up[child] for child in up if parents[child] == parent}
+            waiting.append((down[rank], before))
+    waiting.sort(key=lambda needing: not needing[0].add)  # up before down
+    rounds, done = [], set[Message]()
+    while waiting:
+        messages: list[Message] = []
+        for message, needs in waiting:
+            sources, targets = ({getattr(other, role) for other in messages} for role in ("source", "target"))
+            if needs <= done and message.source not in sources and message.target not in targets:
+                messages.append(message)
+        waiting = [needing for needing in waiting if needing[0] not in messages]
+        done.update(messages)
+        rounds.append(tuple(messages))
+    return 2, tuple(rounds)
+
+
+def two_level(nodes: int, per_node: int) -> Plan:
+    """An all-reduce in three phases, each by rings: a reduce-scatter within each node, an all-reduce of the sums
+    between the ranks with the same local rank, and an all-gather within each node. Chunk k·nodes + j is the j-th part
+    of what local rank k sums up (Cho et al., "BlueConnect", 2019)."""
+    _at_least_two(nodes)
+    _at_least_two(per_node)
+    n = nodes * per_node
+
+    def within(plan: Plan) -> list[Round]:
+        """The rounds of `plan` on every node; each chunk of it stands for `nodes` chunks."""
+        return [
+            tuple(
+                Message(
+                    node * per_node + message.source,
+                    node * per_node + message.target,
+                    tuple(piece * nodes + part for piece in message.pieces for part in range(nodes)),
+                    message.add,
+                )
+                for node in range(nodes)
+                for message in messages
+            )
+            for messages in plan.rounds
+        ]
+
+    between = [
+        tuple(
+            Message(
+                message.source * per_node + local,
+                message.target * per_node + local,
+                tuple(local * nodes + piece for piece in message.pieces),
+                message.add,
+            )
+            for local in range(per_node)
+            for message in messages
+        )
+        for messages in all_reduce(nodes).rounds
+    ]
+    rounds = (*within(reduce_scatter(per_node)), *between, *within(all_gather(per_node)))
+    return Plan("all-reduce: within nodes, between them, within", n, n, _own(n, n), rounds, _sums(n, n))
+
+
 REDUCES = {"one_by_one": ("one rank after another sends to the root", _one_by_one), "tree": ("up a tree", _tree)}
 ALL_REDUCES: dict[str, tuple[str, Callable[[int], tuple[int, tuple[Round, ...]]]]] = {
     "root": ("reduce to the root, then broadcast", _by_root(_one_by_one)),
     "tree": ("reduce up a tree, broadcast down it", _by_root(_tree)),
+    "double_tree": ("half of the message by each of two trees", _by_double_tree),
     "ring": ("each chunk travels around the ring twice", _by_ring),
 }
 

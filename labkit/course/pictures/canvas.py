@@ -37,7 +37,7 @@ _COUNTS = {  # other bounds than _COUNT; "each of" stands for the elements of a 
     "each of clusters": Number(int, 1, 1 << 20),
     "devices": Number(int, 1, 4096),
     **dict.fromkeys(("width", "inner", "expert"), Number(int, 1, 1 << 20)),
-    **dict.fromkeys(("rank", "workers", "prefetch", "each of counts"), Number(int, 0, 64)),
+    **dict.fromkeys(("rank", "workers", "prefetch", "each of counts", "each of choices"), Number(int, 0, 64)),
     "each of order": Number(int, 0, 10**9),
     "stage": Number(int, 0, 3),
 }
@@ -178,6 +178,49 @@ def note(x: float, y: float, text: str, size: int, colour: str | None = None, an
 def ink(owner: int | None) -> str | None:
     """The text colour on the colour of rank `owner`; None (grey) if `owner` is None, which means all ranks."""
     return None if owner is None else "#FFFFFF" if owner % len(colours.RANKS) in _DARK else "#000000"
+
+
+# ---- pictures that move
+#
+# A picture that moves is complete before it is played, and after: so it is printed, and shown without JavaScript.
+
+
+_CONTROLS = 58  # px below the picture
+_LENGTH = 3000  # ms that it plays
+
+
+def played(
+    data: list[dict[str, Any]], looks: dict[str, Any], moments: Sequence[tuple[str, list[dict[str, Any]]]]
+) -> go.Figure:
+    """A picture with a button that plays it and a slider. A moment is its name, and what changes in each trace; the
+    last one is the picture itself."""
+
+    def showing(names: list[str] | None) -> dict[str, Any]:
+        frame = {"duration": round(_LENGTH / len(moments)), "redraw": True}
+        at_once = {"mode": "immediate", "frame": frame, "transition": {"duration": 0}}
+        return {"method": "animate", "args": [names, at_once]}
+
+    names = [name for name, _ in moments]
+    margin = looks["margin"]
+    place = {"y": 0, "yanchor": "top", "bgcolor": "rgba(128, 128, 128, 0.2)", "bordercolor": colours.GRID}
+    place["pad"] = {"t": margin["b"] + 4}
+    play = place | {"type": "buttons", "x": 0, "xanchor": "left", "showactive": False}
+    play |= {"buttons": [showing(None) | {"label": "▶ Play"}], "font": {"color": colours.INK}}
+    steps = [showing([name]) | {"label": name} for name in names]
+    slider = place | {"steps": steps, "active": len(steps) - 1, "x": 0.1, "len": 0.9}
+    slider |= {"currentvalue": {"visible": False}, "font": {"color": colours.INK, "size": 10}, "ticklen": 3}
+    looks = looks | {
+        "meta": {"controls": _CONTROLS, "plays": _LENGTH},  # for handouts, which have controls of their own
+        "height": looks["height"] + _CONTROLS,
+        "margin": margin | {"b": margin["b"] + _CONTROLS},
+        "updatemenus": [play],
+        "sliders": [slider],
+    }
+    frames = [  # a change without a type would make its trace a scatter
+        {"name": name, "data": [{"type": trace["type"]} | change for trace, change in zip(data, changes, strict=True)]}
+        for name, changes in moments
+    ]
+    return as_figure(data, looks, frames)
 
 
 # ---- pictures with one lane per rank or device, time to the right

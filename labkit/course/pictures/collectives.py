@@ -292,7 +292,7 @@ def costs(n: int = 4) -> go.Figure:
         | {
             "hovermode": "closest",
             "height": 40 * len(every) + 60,
-            "margin": {"l": 230, "r": 20, "t": 10, "b": 45},
+            "margin": {"l": 275, "r": 20, "t": 10, "b": 45},
             "showlegend": False,
         },
     )

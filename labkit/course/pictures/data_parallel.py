@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.theory import bucket_numbers
-from labkit.common.units import size
+from labkit.common.units import counted, size
 from labkit.course.pictures import canvas
 from labkit.course.pictures.canvas import Box, axis, bars, checked, lane_axis, model_words, wide_layout
 from labkit.figures.as_plotly import as_figure
@@ -30,11 +30,12 @@ __all__ = ["average", "buckets", "ddp_step", "divide", "dp_step", "shares", "wir
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are sent together: their bytes, and the fraction of backward (0 to 1) after which all are
-    ready."""
+    """Gradients that are sent together: their bytes, the fraction of backward (0 to 1) after which all are ready, and
+    their number."""
 
     bytes: int
     ready: float
+    gradients: int = 1
 
 
 def filled(workload: str, bucket_mb: float, **options: Any) -> list[Bucket]:
@@ -55,8 +56,8 @@ def filled(workload: str, bucket_mb: float, **options: Any) -> list[Bucket]:
     numbers = bucket_numbers((gradient for gradient, _ in gradients), bucket_mb)
     for number, (gradient, cost) in zip(numbers, gradients, strict=True):
         spent += cost
-        earlier = buckets.pop().bytes if len(buckets) > number else 0
-        buckets.append(Bucket(earlier + gradient, spent / sum(costs)))
+        begun = buckets.pop() if len(buckets) > number else Bucket(0, 0.0, 0)
+        buckets.append(Bucket(begun.bytes + gradient, spent / sum(costs), begun.gradients + 1))
     return buckets
 
 
@@ -86,36 +87,52 @@ def buckets(
     ranks: int = 2,
     **options: Any,
 ) -> go.Figure:
-    """Backward and the buckets that are sent meanwhile, for each bucket size in MiB: modelled, in milliseconds.
+    """Backward, the buckets that the hooks of its gradients fill, and the all-reduces of full ones, for each bucket
+    size in MiB: modelled, in milliseconds.
 
     `backward` is in seconds; `rate` and `latency` are as in `sent`, and `options` are those of the workload, such as
     `size="10M"`.
     """
     boxes, names, ends = [], [], []
-    for lane, megabytes in enumerate(bucket_mb):
+    for index, megabytes in enumerate(bucket_mb):
+        lane, filling = 3 * index, 0.0
         found = filled(workload, megabytes, **options)
         spans = sent(found, backward, rate, latency, ranks)
-        boxes.append(Box(2 * lane, 0.0, 1000 * backward, "backward", "backward, last layer first"))
+        boxes.append(Box(lane, 0.0, 1000 * backward, "backward", "backward, last layer first"))
         for number, (bucket, (start, end)) in enumerate(zip(found, spans), 1):
-            boxes.append(
-                Box(2 * lane + 1, 1000 * start, 1000 * end, "all_reduce", str(number), f": {size(bucket.bytes)}")
-            )
+            full = 1000 * backward * bucket.ready
+            gradients = f": the hooks of {counted(bucket.gradients, 'gradient')} fill it"
+            boxes.append(Box(lane + 1, filling, full, "batch", str(number), gradients))
+            more = f": {size(bucket.bytes)}"
+            boxes.append(Box(lane + 2, 1000 * start, 1000 * end, "all_reduce", str(number), more))
+            filling = full
         hidden = sum(max(0.0, min(end, backward) - start) for start, end in spans) / sum(
             end - start for start, end in spans
         )
         summary = f"  {len(found)} bucket{'s' if len(found) > 1 else ''}, {hidden:.0%} overlapped"
-        ends.append(canvas.note(1000 * spans[-1][1], 2 * lane + 1, summary, 13, anchor="left"))
-        names += [f"<b>bucket_mb={megabytes:g}</b> ", "all-reduce "]
+        ends.append(canvas.note(1000 * spans[-1][1], lane + 2, summary, 13, anchor="left"))
+        names += [f"<b>bucket_mb={megabytes:g}</b> ", "hooks fill bucket ", "all-reduce of bucket "]
     model = model_words(Spec(workload=workload, options=options))
     note = f"{model}; {ranks} ranks, {rate / 1e6:,.0f} MB/s, {1e3 * latency:g} ms per message"
-    looks = wide_layout("Modelled: all-reduces during backward", note, 112 + 46 * len(names)) | {
+    last = max(box.end for box in boxes)
+    looks = wide_layout("Modelled: all-reduces during backward", note, 112 + 38 * len(names)) | {
         "annotations": ends,
-        "xaxis": axis("ms") | {"range": [0, 1.25 * max(box.end for box in boxes)]},
+        "xaxis": axis("ms") | {"range": [0, 1.25 * last]},
         "yaxis": lane_axis(names, -0.6),
-        "margin": {"l": 112, "r": 12, "t": 56, "b": 40},
+        "margin": {"l": 150, "r": 12, "t": 56, "b": 40},
         "showlegend": False,
     }
-    return as_figure([bars(boxes)], looks)
+    trace = bars(boxes)
+    trace["marker"]["line"] = {"width": 1, "color": "#FFFFFF"}
+    frames = []
+    for moment in range(1, _MOMENTS + 1):
+        now = last * moment / _MOMENTS
+        lengths = [min(box.end, now) - box.start if box.start < now else None for box in boxes]
+        frames.append((f"{now:.3g} ms", [{"x": numbers(lengths)}]))
+    return canvas.played([trace], looks, frames)
+
+
+_MOMENTS = 24  # in which the picture of the buckets is played
 
 
 # ---- the steps of DP and DDP

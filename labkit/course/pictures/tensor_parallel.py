@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from labkit.course.pictures.canvas import EVERY, HIDDEN, box, checked, ink, layout, note
@@ -99,53 +100,62 @@ _OPERATIONS = (  # of a transformer layer: name, and whether it is split by tens
 )
 
 
+_STEP = 1.35  # from one operation to the next
+_BOUNDARIES: dict[tuple[str, bool], dict[str, str]] = {  # (f or g, sequence parallel): the collective by direction
+    ("f", False): {"forward": "", "backward": "all_reduce"},
+    ("g", False): {"forward": "all_reduce", "backward": ""},
+    ("f", True): {"forward": "all_gather", "backward": "reduce_scatter"},
+    ("g", True): {"forward": "reduce_scatter", "backward": "all_gather"},
+}
+
+
 @checked
-def layer(sequence_parallel: bool = False, ranks: int = 2) -> go.Figure:
+def layer(sequence_parallel: bool = False, ranks: int = 2, backward: bool = False) -> go.Figure:
     """The forward pass of a transformer layer: what each rank has after every operation, and the collectives between
-    them.
+    them. With `backward` also the gradients, from right to left, and what f and g are in each direction (Shoeybi et al.
+    2019, section 3).
 
     Activations between the split matrices are whole on every rank or, with `sequence_parallel`, split along the
     sequence.
     """
+    down = ranks + 1.1  # from a pass to the next one
     shapes, notes = [], []
-    width = 1.35
-    for index, (name, split) in enumerate(_OPERATIONS):
-        notes.append(note(index * width + 0.5, -0.62, name, size=10))
-        for rank in range(ranks):
-            sharded = split or sequence_parallel
-            shapes.append(box(index * width, rank, 1, 0.82, colours.rank_colour(rank) if sharded else EVERY))
-            words = (
-                "its heads"
-                if split and index < 4
-                else "its units"
-                if split
-                else "its positions"
-                if sharded
-                else "replicated"
-            )
-            notes.append(note(index * width + 0.5, rank + 0.41, words, size=10, colour=ink(rank if sharded else None)))
-    for before, after in zip(range(len(_OPERATIONS)), range(1, len(_OPERATIONS))):
-        if _OPERATIONS[before][1] == _OPERATIONS[after][1]:
-            continue
-        leaves = _OPERATIONS[before][1]
-        if sequence_parallel:
-            op = "reduce_scatter" if leaves else "all_gather"
-        elif leaves:
-            op = "all_reduce"
-        else:
-            continue
-        place = after * width - (width - 1) / 2
-        shapes.append(box(place - 0.08, -0.15, 0.16, ranks + 0.15, colours.OPERATIONS[op]))
-        notes.append(note(place, ranks + 0.25, op.replace("_", "-"), size=10))
-    lanes = [note(-0.12, rank + 0.41, f"rank {rank}", size=11, anchor="right") for rank in range(ranks)]
+    notes += [note(index * _STEP + 0.5, -0.62, name, size=10) for index, (name, _) in enumerate(_OPERATIONS)]
+    for number, direction in enumerate(("forward", "backward") if backward else ("forward",)):
+        top = number * down
+        for index, (_, split) in enumerate(_OPERATIONS):
+            for rank in range(ranks):
+                sharded = split or sequence_parallel
+                shapes.append(box(index * _STEP, top + rank, 1, 0.82, colours.rank_colour(rank) if sharded else EVERY))
+                if split:
+                    words = "its heads" if index < 4 else "its units"
+                else:
+                    words = "its positions" if sharded else "replicated"
+                middle = index * _STEP + 0.5, top + rank + 0.41
+                notes.append(note(*middle, words, size=10, colour=ink(rank if sharded else None)))
+        for index, (before, after) in enumerate(pairwise(_OPERATIONS), 1):
+            if before[1] == after[1]:
+                continue
+            name = "g" if before[1] else "f"
+            op = _BOUNDARIES[name, sequence_parallel][direction]
+            place = index * _STEP - (_STEP - 1) / 2
+            if op:
+                shapes.append(box(place - 0.08, top - 0.15, 0.16, ranks + 0.15, colours.OPERATIONS[op]))
+            if op or backward:
+                words = op.replace("_", "-") if op else "identity"
+                notes.append(note(place, top + ranks + 0.25, f"<b>{name}</b> {words}" if backward else words, size=10))
+        notes += [note(-0.12, top + rank + 0.41, f"rank {rank}", size=11, anchor="right") for rank in range(ranks)]
+        if backward:
+            arrow = "forward →" if direction == "forward" else "← backward"
+            notes.append(note(-1.05, top + ranks + 0.25, f"<b>{arrow}</b>", size=11, anchor="left"))
+    passes = "forward and backward" if backward else "forward"
     how = (
         "between the split matrices"
         f" {'each rank has some positions' if sequence_parallel else 'every rank has everything'}"
     )
-    title = f"<b>A layer, forward{', sequence parallel' if sequence_parallel else ''}</b>  {how}"
-    return _drawn(
-        shapes, notes + lanes, (-1.1, len(_OPERATIONS) * width), (-1.0, ranks + 0.6), title, 60 * (ranks + 1.6)
-    )
+    title = f"<b>A layer, {passes}{', sequence parallel' if sequence_parallel else ''}</b>  {how}"
+    bottom = ranks + 0.6 + (down if backward else 0)
+    return _drawn(shapes, notes, (-1.1, len(_OPERATIONS) * _STEP), (-1.0, bottom), title, 60 * (bottom + 1.0))
 
 
 class _Page:

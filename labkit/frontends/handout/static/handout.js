@@ -77,6 +77,8 @@
       if (!width) return; // in a closed section
       const text = this.source.replaceAll(JSON.stringify(INK), JSON.stringify(ink.ink)).replaceAll(JSON.stringify(GRID), JSON.stringify(ink.grid));
       const { data, layout = {}, frames } = JSON.parse(text);
+      const moves = layout.meta?.controls && frames?.length;
+      if (moves) withoutControls(layout);
       const plain = layout.template?.layout?.paper_bgcolor ? {} : { paper_bgcolor: CLEAR, plot_bgcolor: CLEAR, font: { color: ink.ink } };
       const shown = this.place.closest(".charts") ? width : Math.max(width, minWidth(layout));
       const fitted = { ...plain, ...layout, font: { ...plain.font, ...layout.font }, width: shown, height: layout.height || 450, autosize: false };
@@ -87,8 +89,68 @@
       window.Plotly.react(this.box, data, fitted, CONFIG);
       accessible(this.box);
       if (first && frames?.length) window.Plotly.addFrames(this.box, frames);
+      if (first && moves) this.controls = new Controls(this.place, this.box, frames, layout.meta.plays);
+      this.controls?.whole();
       this.place.classList.add("drawn");
       drawn.add(this);
+    }
+  }
+
+  // A figure that moves is whole until it is played, and on paper. Its slider and button are those of the page, because
+  // no key reaches plotly's.
+  function withoutControls(layout) {
+    delete layout.sliders;
+    delete layout.updatemenus;
+    layout.height -= layout.meta.controls;
+    layout.margin.b -= layout.meta.controls;
+  }
+
+  class Controls {
+    constructor(place, box, frames, plays) {
+      this.box = box;
+      this.moments = frames.map((frame) => frame.name);
+      this.slider = Object.assign(document.createElement("input"), { type: "range", max: frames.length - 1 });
+      this.slider.setAttribute("aria-label", "moment");
+      this.slider.addEventListener("input", () => this.go(Number(this.slider.value)));
+      this.name = document.createElement("span");
+      const play = Object.assign(document.createElement("button"), { type: "button", textContent: "▶ Play" });
+      play.addEventListener("click", () => this.play(plays / frames.length));
+      const row = Object.assign(document.createElement("div"), { className: "moments screen" });
+      row.append(play, this.slider, this.name);
+      place.append(row);
+    }
+
+    show(moment) {
+      this.slider.value = moment;
+      this.slider.setAttribute("aria-valuetext", this.moments[moment]);
+      this.name.textContent = this.moments[moment];
+    }
+
+    draw(moment) {
+      this.show(moment);
+      const options = { mode: "immediate", frame: { duration: 0, redraw: true }, transition: { duration: 0 } };
+      window.Plotly.animate(this.box, [this.moments[moment]], options);
+    }
+
+    go(moment) {
+      clearInterval(this.timer);
+      this.draw(moment);
+    }
+
+    play(each) {
+      this.go(0);
+      let moment = 0;
+      this.timer = setInterval(() => {
+        moment += 1;
+        this.draw(moment);
+        if (moment === this.moments.length - 1) clearInterval(this.timer);
+      }, each);
+    }
+
+    // after each drawing: it shows the last moment
+    whole() {
+      clearInterval(this.timer);
+      this.show(this.moments.length - 1);
     }
   }
 
