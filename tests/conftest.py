@@ -47,7 +47,7 @@ PICTURES = SCREENSHOTS
 COLD_IS_SLOW = pytest.mark.parametrize("start", ["warm", pytest.param("cold", marks=pytest.mark.slow)], indirect=True)
 # with --quick
 LAUNCHES = {"bystander", "chromium", "forks", "jupyterlab", "server", "shared_run", "start"}  # fixtures
-CASES = 8  # of a test with many parameters, evenly spread
+CASES = 4  # of a test with many parameters, evenly spread
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
