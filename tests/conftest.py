@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import multiprocessing.util
 import os
 import shutil
 import sys
@@ -47,7 +48,7 @@ PICTURES = SCREENSHOTS
 COLD_IS_SLOW = pytest.mark.parametrize("start", ["warm", pytest.param("cold", marks=pytest.mark.slow)], indirect=True)
 # with --quick
 LAUNCHES = {"bystander", "chromium", "forks", "jupyterlab", "server", "shared_run", "start"}  # fixtures
-CASES = 8  # of a test with many parameters, evenly spread
+CASES = 4  # of a test with many parameters, evenly spread
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -103,8 +104,12 @@ def refuse_to_launch(event: str, arguments: tuple) -> None:
     """Skips the test that runs, if any, when it starts Python or forks; programs such as ruff are quick."""
     program = Path(os.fsdecode(arguments[0])).name if event == "subprocess.Popen" else ""
     if (event == "os.fork" or program.startswith("python")) and RUNNING:
-        RUNNING[-1].stash[REFUSED] = True
-        raise Launched("it starts a process")
+        launch_nothing()
+
+
+def launch_nothing() -> None:
+    RUNNING[-1].stash[REFUSED] = True
+    raise Launched("it starts a process")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -136,6 +141,7 @@ def warm_server(pytestconfig):
         patch.setenv("LABKIT_LEASES", f"{place}/leases")  # other users of this machine do not delay the tests
         if pytestconfig.getoption("--quick"):
             patch.setattr(client, "_start_server", lambda environment: None)
+            patch.setattr(multiprocessing.util, "spawnv_passfds", lambda *_: launch_nothing())  # no event is raised
         else:
             client.prepare()
         yield server_for_this_process

