@@ -424,7 +424,7 @@ check("input_pipeline.mend", fixed)
 #   on every rank may be dropped
 # - another order in each epoch, of samples and of shards
 # - the `workers` read, the rank does not; few workers open the same shard, and none holds more than 5 shards
-# - the state: at most 1,500 bytes of JSON per rank
+# - the state: at most 1,000 bytes of JSON per rank
 
 
 # %% tags=["exercise"]

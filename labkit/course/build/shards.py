@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 TASK, OBSERVED = "task.json", "observed.json"  # files of an exam: what is drawn, and what was observed
-STATE = 1500  # bytes of JSON that a state may have: a number per shard, and not the samples that were seen
+STATE = 1000  # bytes of JSON that a state may have: a number per shard, and not the samples that were seen
 SAMPLES, NUMBERS = 32, 256  # of a shard, and of a sample: int64
 SHARD = SAMPLES * NUMBERS * 8  # bytes
 _SHARDS = (49, 61)  # neither 2, 3 nor 4 ranks get equal numbers of whole shards
