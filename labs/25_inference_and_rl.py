@@ -153,7 +153,7 @@ for kv_heads in (8, 2, 1):
     caches = sampler.GPT(kv_heads=kv_heads).new_cache(batch=4)
     measured = sum(cache.nbytes for cache in caches)
     by_formula = 2 * len(caches) * 4 * 192 * kv_heads * 64 * 4
-    print(f"{kv_heads} key-value heads: {measured / 2**20:.1f} MiB measured, {by_formula / 2**20:.1f} by formula")
+    print(f"key-value heads: {kv_heads}; {measured / 2**20:.1f} MiB measured, {by_formula / 2**20:.1f} by formula")
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
@@ -278,6 +278,7 @@ print(together.logs(rank=0), together.logs(rank=1))
 
 # %%
 # %%ranks
+import torch._dynamo  # fully_shard loads it, which takes a while; a rank inside of it would look as if it waited
 from torch.distributed.fsdp import fully_shard
 
 trainer = sampler.GPT()
@@ -352,8 +353,8 @@ print(f"{sum(equal)} of {len(equal)} weights of the sampler are equal to those o
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# 1 and 2 send the same: half of everything, 24 MiB. But 1 holds the whole model, which the trainer was sharded to
-# avoid, and 2 only one weight of 4 MiB. 3 sends 5 MiB: a quarter of the row-split weights, and half of the embeddings
+# 1 and 2 send the same: half of everything, 25 MiB. But 1 holds the whole model, which the trainer was sharded to
+# avoid, and 2 only one weight of 4 MiB. 3 sends 6 MiB: a quarter of the row-split weights, and half of the embeddings
 # and the head. Query, key, value and up are in place already.
 #
 # Real systems do 2 or 3. OpenRLHF (Hu et al. 2024) gathers one ZeRO-3 parameter after the other and broadcasts it to
@@ -397,8 +398,8 @@ for age in (0, 1, 4, 8):
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
-# The error grows with the age, and with how fast the policy changes. The correction removes nearly all of it (what
-# remains is the baseline, the mean reward of the old policy), at the price of samples.
+# The error grows with the age, and with how fast the policy changes. The correction removes it, but fewer samples count:
+# an answer that the old policy rarely gave has a large factor. Here the policy changes slowly, and the price is small.
 #
 # *On-policy* therefore means: generate, train, hand over, generate, and one side waits for the other. Asynchronous
 # systems let both run, with weights that are one or a few updates old (Noukhovitch et al. 2024, *Asynchronous RLHF*);
