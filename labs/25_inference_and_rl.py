@@ -398,8 +398,8 @@ for age in (0, 1, 4, 8):
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
-# The error grows with the age, and with how fast the policy changes. The correction removes it, but fewer samples count:
-# an answer that the old policy rarely gave has a large factor. Here the policy changes slowly, and the price is small.
+# The error grows with the age, and with how fast the policy changes. The correction removes it, but fewer samples
+# count, because an answer that the old policy rarely gave has a large factor. Here the policy changes slowly.
 #
 # *On-policy* therefore means: generate, train, hand over, generate, and one side waits for the other. Asynchronous
 # systems let both run, with weights that are one or a few updates old (Noukhovitch et al. 2024, *Asynchronous RLHF*);
