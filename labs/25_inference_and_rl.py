@@ -113,19 +113,19 @@ pictures.roofline.ceiling(points, peak, bandwidth)
 # %%
 PARAMETERS, POSITION = 8.0e9, 2 * 2 * 32 * 8 * 128  # the second: bytes of the cache per position, in bf16
 FLOPS, BANDWIDTH = 989e12, 3.35e12
-modelled = {"prefill of 2,048 tokens": (PARAMETERS * 2 * 2048 / (2 * PARAMETERS), FLOPS)}
+modelled = {"modelled: prefill, 2,048": (2048.0, FLOPS)}  # 2 operations per parameter and token, 2 bytes read
 for context in (2048, 16384):
-    for batch in (1, 16, 128, 1024):
+    for batch in (1, 16, 256):
         flops, moved = 2 * PARAMETERS * batch, 2 * PARAMETERS + batch * context * POSITION
         seconds = max(flops / FLOPS, moved / BANDWIDTH)
-        modelled[f"batch {batch}, context {context:,}"] = flops / moved, flops / seconds
+        modelled[f"modelled: batch {batch}, {context:,}"] = flops / moved, flops / seconds
         print(
-            f"modelled: context {context:6,}, batch {batch:4}: {1e3 * seconds:6.1f} ms per token,"
+            f"modelled: context {context:6,}, batch {batch:3}: {1e3 * seconds:6.1f} ms per token,"
             f" {batch / seconds:6,.0f} tokens/s, weights and caches {moved / 1e9:5,.0f} GB"
         )
 
 # %%
-pictures.roofline.ceiling(modelled, FLOPS, BANDWIDTH)  # modelled: every point lies on the roof
+pictures.roofline.ceiling(modelled, FLOPS, BANDWIDTH)  # by the model, every point lies on the roof
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
