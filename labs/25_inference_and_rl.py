@@ -113,19 +113,19 @@ pictures.roofline.ceiling(points, peak, bandwidth)
 # %%
 PARAMETERS, POSITION = 8.0e9, 2 * 2 * 32 * 8 * 128  # the second: bytes of the cache per position, in bf16
 FLOPS, BANDWIDTH = 989e12, 3.35e12
-modelled = {"prefill of 2,048 tokens": (PARAMETERS * 2 * 2048 / (2 * PARAMETERS), FLOPS)}
+modelled = {"modelled: prefill, 2,048": (2048.0, FLOPS)}  # 2 operations per parameter and token, 2 bytes read
 for context in (2048, 16384):
-    for batch in (1, 16, 128, 1024):
+    for batch in (1, 16, 256):
         flops, moved = 2 * PARAMETERS * batch, 2 * PARAMETERS + batch * context * POSITION
         seconds = max(flops / FLOPS, moved / BANDWIDTH)
-        modelled[f"batch {batch}, context {context:,}"] = flops / moved, flops / seconds
+        modelled[f"modelled: batch {batch}, {context:,}"] = flops / moved, flops / seconds
         print(
-            f"modelled: context {context:6,}, batch {batch:4}: {1e3 * seconds:6.1f} ms per token,"
+            f"modelled: context {context:6,}, batch {batch:3}: {1e3 * seconds:6.1f} ms per token,"
             f" {batch / seconds:6,.0f} tokens/s, weights and caches {moved / 1e9:5,.0f} GB"
         )
 
 # %%
-pictures.roofline.ceiling(modelled, FLOPS, BANDWIDTH)  # modelled: every point lies on the roof
+pictures.roofline.ceiling(modelled, FLOPS, BANDWIDTH)  # by the model, every point lies on the roof
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
@@ -153,7 +153,7 @@ for kv_heads in (8, 2, 1):
     caches = sampler.GPT(kv_heads=kv_heads).new_cache(batch=4)
     measured = sum(cache.nbytes for cache in caches)
     by_formula = 2 * len(caches) * 4 * 192 * kv_heads * 64 * 4
-    print(f"{kv_heads} key-value heads: {measured / 2**20:.1f} MiB measured, {by_formula / 2**20:.1f} by formula")
+    print(f"key-value heads: {kv_heads}; {measured / 2**20:.1f} MiB measured, {by_formula / 2**20:.1f} by formula")
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
@@ -278,6 +278,7 @@ print(together.logs(rank=0), together.logs(rank=1))
 
 # %%
 # %%ranks
+import torch._dynamo  # fully_shard loads it, which takes a while; a rank inside of it would look as if it waited
 from torch.distributed.fsdp import fully_shard
 
 trainer = sampler.GPT()
@@ -352,8 +353,8 @@ print(f"{sum(equal)} of {len(equal)} weights of the sampler are equal to those o
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# 1 and 2 send the same: half of everything, 24 MiB. But 1 holds the whole model, which the trainer was sharded to
-# avoid, and 2 only one weight of 4 MiB. 3 sends 5 MiB: a quarter of the row-split weights, and half of the embeddings
+# 1 and 2 send the same: half of everything, 25 MiB. But 1 holds the whole model, which the trainer was sharded to
+# avoid, and 2 only one weight of 4 MiB. 3 sends 6 MiB: a quarter of the row-split weights, and half of the embeddings
 # and the head. Query, key, value and up are in place already.
 #
 # Real systems do 2 or 3. OpenRLHF (Hu et al. 2024) gathers one ZeRO-3 parameter after the other and broadcasts it to
@@ -397,8 +398,8 @@ for age in (0, 1, 4, 8):
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
-# The error grows with the age, and with how fast the policy changes. The correction removes nearly all of it (what
-# remains is the baseline, the mean reward of the old policy), at the price of samples.
+# The error grows with the age, and with how fast the policy changes. The correction removes it, but fewer samples
+# count, because an answer that the old policy rarely gave has a large factor. Here the policy changes slowly.
 #
 # *On-policy* therefore means: generate, train, hand over, generate, and one side waits for the other. Asynchronous
 # systems let both run, with weights that are one or a few updates old (Noukhovitch et al. 2024, *Asynchronous RLHF*);
