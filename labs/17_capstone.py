@@ -147,7 +147,7 @@ check("capstone.trainer", answer)
 my_guess
 
 # %%
-pictures.mesh.by_axis(job, {"data": 2, "pp": 2, "tensor": 2})  # bytes per step, counted as in a ring
+pictures.mesh.by_axis(job, {"data": 2, "pp": 2, "tensor": 2})  # bytes of rank 0 in one step
 
 # %%
 job.figure("memory_by_owner")
@@ -155,9 +155,9 @@ job.figure("memory_by_owner")
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
-# The bytes by axis are counted as in a ring, by the judge and in the cell above. Your guess is compared with what gloo
-# sends, which implements a reduce-scatter as an all-reduce, with twice the bytes: half of the calls along the tensor
-# axis are reduce-scatters, and half of those of ZeRO-1.
+# The judge counts a reduce-scatter as a ring sends it. The run shows what gloo does, which implements a reduce-scatter
+# as an all-reduce, with twice the bytes. Half of what is sent along the tensor axis are reduce-scatters, and half of
+# what ZeRO-1 sends: the run shows one and a half times your number along these two axes.
 #
 # Along the tensor axis a rank sends twice as much here as along the data axis, and every block waits for it. This is
 # why tensor parallelism stays within a node. The data axis sends as much as the parameters are large, however many

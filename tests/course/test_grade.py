@@ -135,7 +135,8 @@ def test_the_trainer_of_lab_17_is_graded(folder):
         (folder / name).mkdir()
         (folder / name / "lab.py").write_text('check("capstone.trainer", "mesh_training.py")\n')
         (folder / name / "mesh_training.py").write_text(text)
-    ada, bob = grade.grade(folder, (), Limits(), lambda row: None)
+    rows = grade.grade(folder, (), Limits(), lambda row: None)
+    ada, bob = (row for row in rows if row.name.endswith("lab.py"))
     assert (ada.exercise, ada.verdict) == ("capstone.trainer", "right"), ada.message
     assert ada.sent_bytes and ada.tensor_bytes and ada.difference is not None
     assert bob.verdict == "empty", bob.message

@@ -38,8 +38,11 @@ def per_rank(parameters, numbers, micro_batches, blocks, data, pipeline, tensor)
     return own + 2 * own / data, 2 * (data - 1) / data * own, activations / tensor, along_tensor
 
 
-def without_shards(*case):
-    return per_rank(*case)[0], per_rank(*case)[1], per_rank(*case)[2] * case[-1], per_rank(*case)[3]
+def without_shards(parameters, numbers, micro_batches, blocks, data, pipeline, tensor):
+    stored, along_data, along_pipeline, along_tensor = per_rank(
+        parameters, numbers, micro_batches, blocks, data, pipeline, tensor
+    )
+    return stored, along_data, along_pipeline * tensor, along_tensor
 
 
 RIGHT = {
