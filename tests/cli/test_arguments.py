@@ -245,6 +245,11 @@ GOOD = {  # for parameters without a default
     "restart": 300.0,
     "replicas": 3,
     "clusters": [1024, 16384],
+    "pairs": [[1.0, 5.0], [2.0, 3.0]],
+    "small": [3.0],
+    "large": [2.0],
+    "transfer": 0.1,
+    "batch": 8,
 }
 
 

@@ -21,7 +21,7 @@ LESSONS = (
     *("00_start_here", "01_collectives", "03_ddp", "05_fsdp", "07_pipeline_parallel"),
     *("13_build_ddp_and_zero", "14_build_model_parallel"),
     *("15_mixture_of_experts", "16_long_context", "17_capstone", "18_one_device", "19_clusters", "20_profiles"),
-    *("21_dtensor", "22_precision_and_memory", "23_without_restart"),
+    *("21_dtensor", "22_precision_and_memory", "23_without_restart", "24_batch_size"),
 )
 # Of every cell: its source, its tags, and whether it is one that runs.
 SHOWN = (

@@ -1,5 +1,5 @@
-"""Expected (analytical) bytes that a strategy sends per step, bytes of model states per rank (`states.py`), and what
-failures cost (`failures.py`).
+"""Expected (analytical) bytes that a strategy sends per step, bytes of model states per rank (`states.py`), what
+failures cost (`failures.py`), and how many steps a larger batch saves (`batch_size.py`).
 
 The formulas are the textbook formulas of ring algorithms, as `sent` in probe/traffic.py: per rank an all-reduce sends
 2(n−1)/n of its payload (Patarasuk and Yuan 2009), an all-gather, reduce-scatter or broadcast (n−1)/n, a send all of it.

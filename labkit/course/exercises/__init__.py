@@ -57,6 +57,7 @@ LABS = {
     "dtensor": "21_dtensor",
     "precision": "22_precision_and_memory",
     "without_restart": "23_without_restart",
+    "batch_size": "24_batch_size",
 }
 
 

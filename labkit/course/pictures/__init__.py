@@ -15,7 +15,18 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 TOPICS = (
-    *("collectives", "data_parallel", "failures", "fit", "input_pipeline", "launching", "links", "mesh", "pipeline"),
+    *(
+        "batch_size",
+        "collectives",
+        "data_parallel",
+        "failures",
+        "fit",
+        "input_pipeline",
+        "launching",
+        "links",
+        "mesh",
+        "pipeline",
+    ),
     *("precision", "roofline", "sharding", "tensor_parallel"),
 )
 
