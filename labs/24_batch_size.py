@@ -13,7 +13,6 @@
 #     name: python3
 # ---
 
-
 # %% [markdown]
 # # Batch size: when more ranks stop helping
 #
@@ -155,9 +154,9 @@ pictures.batch_size.noise(small, large, batch=32, ranks=2)
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
-# After some steps it is around 20, and it rises near the end: *G* becomes smaller, but samples still disagree about
-# where to go. (The first steps start from random weights, where the gradient is small as well.) In the paper it rises
-# during training in the same way, and a batch that grows with it saves samples.
+# It begins near 50, because the gradient is small at random weights, falls to about 10, and rises to 20 near the end: *G*
+# becomes smaller, but samples still disagree about where to go. In the paper it rises during training as well, and a
+# batch that grows with it saves samples.
 #
 # A noisy estimate: |G|² is a difference of two noisy numbers, and may be negative in a step. So both are averaged over
 # steps first, and divided afterwards.
@@ -204,10 +203,10 @@ pictures.batch_size.hyperbola(pairs)
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
-# There is a least number of steps that no batch beats, and a least number of samples. Between them lies a hyperbola:
-# the **critical batch** is where a training takes twice the least of both. It is about 20 here, which is what the ranks
-# have measured as noise scale, without any of these runs. The paper found agreement within small factors for most
-# tasks, not equality, and so should you expect on your own model.
+# There is a least number of steps that no batch beats, and a least number of samples. Between them lies a hyperbola. The
+# **critical batch** is where a training takes twice the least of both. It is about 20 here, in the middle of the 10 to 50
+# that the ranks have measured as noise scale, without any of these runs. The paper finds agreement within small factors
+# for most tasks, not equality. Expect the same of your own model.
 #
 # Far below the critical batch, twice the ranks take half the steps: *perfect scaling*. Far above, they take the same
 # steps, and compute twice the samples for nothing.
@@ -237,6 +236,8 @@ def adam():
     return update
 
 
+# %%
+# %%ranks
 for batch in (2, 8, 32):
     steps, rate, norms = train(batch, [rate / 2**3.5 for rate in RATES], update=adam())
     if rank == 0:
@@ -265,10 +266,10 @@ for batch in (8, 32):
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
-# With the rate of batch 2, more ranks save hardly a step: the gradient is better, but nobody uses it to go further.
-# This is a common reason why "scaling does not work". With the linear rule the steps fall at first, as ideal scaling
-# wants. Near the critical batch the rule ends: steps become so long that curvature decides, not noise, and training
-# never arrives (*None*).
+# With the rate of batch 2, batch 32 needs hardly fewer steps than batch 8: the gradient is better, but nobody uses it
+# to go further. This is a common reason why "scaling does not work". The linear rule saves steps at batch 8. Near the
+# critical batch the rule ends: steps become so long that curvature decides, not noise, and training does not arrive
+# (*None*: not within 300 steps).
 #
 # </details>
 #
@@ -304,10 +305,9 @@ weights, samples = initial(0), torch.arange(32) + 32 * rank
 
 def difference(parts):
     mean = sum(gradients(weights, part) for part in parts) / len(parts)
-    whole = gradients(weights, torch.cat(parts))
-    for gradient in (mean, whole):
-        dist.all_reduce(gradient)
-    return ((mean - whole).norm() / whole.norm()).item()
+    both = torch.cat([mean, gradients(weights, torch.cat(parts))])
+    dist.all_reduce(both)
+    return ((both[0] - both[1]).norm() / both[1].norm()).item()
 
 
 report(equal=f"{difference(samples.split(8)):.1e}", shorter=f"{difference(samples[:26].split(8)):.1e}")
@@ -338,9 +338,9 @@ pictures.batch_size.seconds(pairs, batch=2, compute=0.1, transfer=0.02)
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
-# With few ranks time falls and cost stays nearly constant. Around the critical batch (10 ranks with 2 samples) the cost
-# is about twice that of one rank, and time falls by less with each doubling. Further ranks are better used for
-# something else: tensor or pipeline parallelism makes a *step* shorter and leaves the batch as it is ([lab
+# With few ranks time falls, and cost grows slowly. At the critical batch, 10 ranks with 2 samples, the samples have
+# nearly doubled, and waiting for the all-reduce adds a third. Beyond it, time hardly falls. Further ranks are better
+# used for something else: tensor or pipeline parallelism makes a *step* shorter and leaves the batch as it is ([lab
 # 08](08_combine.py)).
 #
 # </details>

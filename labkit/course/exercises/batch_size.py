@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -194,11 +195,13 @@ class Scaling:
     def mistakes(self) -> tuple[tuple[int, str], ...]:
         """The numbers of ranks by mistakes, with words."""
         least = min(measured for _, measured in self.pairs), min(batch * measured for batch, measured in self.pairs)
+        fit = fitted(self.pairs)
+        without = self.ranks(lambda batch: steps(batch, *fit), 0.0)
         measured = max(batch // self.batch for batch, _ in self.pairs if batch // self.batch <= self.best)
         return (
             (_ALL, "with twice the batch, are half the steps enough at every batch? Look at the measured pairs"),
             (self.ranks(lambda batch: self.least_steps), "the number of steps falls while the global batch grows"),
-            (self.ranks(self._true_steps, 0.0), "each step of several ranks waits for its all-reduce"),
+            (without, "each step of several ranks waits for its all-reduce"),
             (self.ranks(lambda batch: steps(batch, *least)), "the fewest measured steps are not the least number of"
              " steps, nor the fewest measured samples that of samples: both are limits, which a fit finds"),
             (measured, "numbers of ranks between the measured ones, and beyond, are possible: fit the"
@@ -229,6 +232,9 @@ def draw_scaling(random: Random) -> Scaling:
         case = Scaling(pairs, batch, *times, least_steps, least_samples)
         best = case.best
         apart = all(abs(ranks / best - 1) > _FAR for ranks, _ in case.mistakes)
+        apart = apart and all(abs(size / batch / best - 1) > 1.3 * _NEAR for size in batches)  # no measured number
+        ordered = sorted(ranks for ranks, _ in case.mistakes)
+        apart = apart and all(high > 1.2 * low for low, high in pairwise(ordered))
         if apart and _FEWEST <= best <= _MOST and all(abs(ranks / best - 1) < _SAFE for ranks in case.right):
             return case
 
@@ -257,7 +263,7 @@ def _ranks(answer: Any) -> str:
 
 def _why_not(given: float, case: Scaling) -> str:
     for ranks, words in case.mistakes:
-        if math.isclose(given, ranks, rel_tol=0.02):
+        if math.isclose(given, ranks, rel_tol=_SAFE):
             return words
     return "compare ranks × steps × seconds per step with those of one rank; the steps are those of the global batch"
 

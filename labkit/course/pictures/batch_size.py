@@ -92,7 +92,7 @@ def hyperbola(pairs: Sequence[Sequence[float]]) -> go.Figure:
     meeting["marker"] |= {"size": 14, "symbol": "diamond-open", "line": {"width": 2}}
     floor, wall = [least_steps] * 2, [least_samples] * 2
     traces = [
-        _line(samples, needed, "(S / least steps − 1) (E / least samples − 1) = 1", colours.INK),
+        _line(samples, needed, "(S / least S − 1) (E / least E − 1) = 1", colours.INK),
         _line([left, max(samples)], floor, f"least steps: {least_steps:,.0f}", colour(1), "dot"),
         _line(wall, [bottom, max(needed)], f"least samples: {least_samples:,.0f}", colour(2), "dot"),
         dots,
@@ -101,6 +101,7 @@ def hyperbola(pairs: Sequence[Sequence[float]]) -> go.Figure:
     looks = _looks(
         "Steps and samples to the same loss", "dots measured, labelled with their batch; line fitted to them"
     )
+    looks["margin"]["t"] = 128  # the legend may need two lines
     return as_figure(traces, looks | {"xaxis": _logarithmic("samples E"), "yaxis": _logarithmic("steps S")})
 
 
@@ -164,7 +165,8 @@ def _dots(points: Sequence[tuple[float, float]], name: str, colour: str, words: 
 
 
 def _logarithmic(title: str) -> dict[str, Any]:
-    return axis(title) | {"type": "log", "dtick": 1, "exponentformat": "none", "separatethousands": True}
+    ticks = [digit * 10**power for power in range(-3, 6) for digit in (1, 2, 5)]
+    return axis(title) | {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,g}" for tick in ticks]}
 
 
 def _looks(title: str, subtitle: str) -> dict[str, Any]:
