@@ -64,7 +64,7 @@ def test_a_line_goes_to_the_expert_and_one_comes_back(factor):
 
 def test_dropped_and_empty_slots_are_counted():
     texts = [note.text for note in dispatch().layout.annotations]
-    assert texts.count("✕ no free slot") == 2 and sum("residual only" in text for text in texts) == 2
+    assert texts.count("✕ full") == 2 and sum("residual only" in text for text in texts) == 2
     title = dispatch().layout.title.text
     assert "2 of 12 choices dropped; 6 of 16 slots empty" in title
     assert "rank 0 4 and 8, rank 1 4 and 8" in title, "slots are sent, empty or not"

@@ -81,6 +81,7 @@ def test_bytes_per_link_class_are_those_of_the_plans():
         (lambda: rails({"dp": 40}, "dp"), "got 40 ranks"),
         (lambda: rails({"dp": 2, "tp": 4}, "cp"), "axis must be one of dp, tp, got 'cp'"),
         (lambda: two_level(1, 4), "two levels need at least 2 nodes of 2 ranks, got 1 of 4"),
+        (lambda: two_level(4, 8), "must be at most 16 ranks, got 4 × 8"),
         (lambda: all_reduces(5, 4), "got 20 ranks with per_node=4"),
     ],
 )

@@ -33,7 +33,7 @@ def work(ranks: int = 4, zigzag: bool = True) -> list[list[float]]:
     pair, because half of it is masked.
 
     >>> work(2, zigzag=False)
-    [[2.0, 2.0], [0.0, 4.0]]
+    [[2.0, 2.0], [0, 4.0]]
     """
     return [
         [sum(_weight(*pair) for pair in _pairs(ranks, zigzag, turn, rank)) for rank in range(ranks)]

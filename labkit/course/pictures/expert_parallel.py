@@ -110,7 +110,7 @@ def dispatch(
             shapes.append(box(_TOKEN[0], top + number - 0.42, _TOKEN[1] - _TOKEN[0], 0.84, colour))
             notes.append(note(_TOKEN[0] + 0.1, top + number, words, 11, ink(rank), "left"))
             if (rank, number) in lost:
-                notes.append(note(_TOKEN[1] + 0.1, top + number, "✕ no free slot", 11, anchor="left"))
+                notes.append(note(_TOKEN[1] + 0.1, top + number, "✕ full", 11, anchor="left"))
         for token in range(count // top_k):
             numbers = range(token * top_k, (token + 1) * top_k)
             kept = [choices[rank][number] for number in numbers if (rank, number) not in lost]

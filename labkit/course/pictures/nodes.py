@@ -69,6 +69,8 @@ def two_level(nodes: int = 2, per_node: int = 4) -> go.Figure:
     if nodes < 2 or per_node < 2:
         raise ValueError(f"two levels need at least 2 nodes of 2 ranks, got {nodes} of {per_node}")
     _check(nodes * per_node, per_node)
+    if nodes * per_node > _MOST_RANKS:
+        raise ValueError(f"nodes × per_node must be at most {_MOST_RANKS} ranks, got {nodes} × {per_node}")
     plan = plans.two_level(nodes, per_node)
     plan.states()
     inside = per_node - 1
