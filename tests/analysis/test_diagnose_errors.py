@@ -139,14 +139,14 @@ CONVOLVED = "Input type (torch.FloatTensor) and weight type (torch.HalfTensor) s
             "CheckpointError",
             "torch.utils.checkpoint: A different number of tensors was saved during the original forward and"
             " recomputation.\nNumber of tensors saved during forward: 9",
-            "during forward: 9",
+            "A different number",
         ),
         (
             "recomputed_differently",
             "CheckpointError",
             "torch.utils.checkpoint: Recomputed values for the following tensors have different metadata than during"
             " the forward pass.\ntensor at position 3:",
-            "position 3",
+            "different metadata",
         ),
         (
             "attribute_of_wrapper",
