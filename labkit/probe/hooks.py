@@ -426,6 +426,7 @@ class ScalerWatch:
                 for kind in type(scaler).__mro__:
                     self._watch(kind, "scale", self._remembering)
                     self._watch(kind, "step", self._counting)
+                    self._watch(kind, "unscale_", self._unscaling)
 
             return init
 
@@ -455,6 +456,14 @@ class ScalerWatch:
             return scaled
 
         return scale
+
+    def _unscaling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def unscale(scaler: Any, optimizer: Any) -> Any:
+            if self._steps.looks and not compiling() and scaler.is_enabled():
+                self._steps.looks.unscales(optimizer)
+            return original(scaler, optimizer)
+
+        return unscale
 
     def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,12 +23,13 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from labkit.probe.journal import Guard, Journal
+from labkit.probe.journal import Guard, Journal, compiling
 from labkit.probe.losses import Edge
 from labkit.probe.memory import local
 from labkit.probe.patches import Patches
@@ -42,6 +43,7 @@ from labkit.probe.torch_private import (
     SAVED_SELF,
     SAVED_TOTAL,
     SEQUENCE_NUMBER,
+    TENSOR_VERSION,
     WORLD,
 )
 from labkit.probe.traffic import FlightRecorder
@@ -60,6 +62,19 @@ _NODES = 12  # operations between backward's root and the mean of the loss
 _UNSET = re.compile(r"""(?:environ(?:\.get)?\s*[\[(]|getenv\()\s*["']([A-Z][A-Z0-9_]*)["']""")
 _OF_A_LAUNCHER = re.compile(r"RANK|PROCID|LOCALID|WORLD|NTASKS|NPROC|_SIZE")
 _UNITS = ("FSDPModule", "FullyShardedDataParallel")
+_OPTIMIZERS = 8  # of a script with more, gradients that stay are not noticed
+_version = TENSOR_VERSION.reader(0)
+
+
+@dataclass
+class _Gradient:
+    """A gradient that an optimizer has used: where it is and its version, whether anything but backward has written it
+    since, and whether backward has added to it."""
+
+    parameter: weakref.ref[torch.Tensor]
+    place: tuple[int, int] | None
+    reset: bool = False
+    grown: bool = False
 
 
 class Looks:
@@ -72,16 +87,20 @@ class Looks:
         self._guard, self._weigh = Guard(journal, "looks"), Guard(journal, "weights of losses")
         self._profiles = PROFILER_ENABLED.get() if PROFILER_ENABLED.exists() else bool
         self._launched = int(os.environ.get("WORLD_SIZE") or 1)
-        self._wrappers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._wrappers: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()  # as made
         self._tracked: list[Any] = []
         self._due, self._every = 1, _EVERY
         self._began = self._spent = self._spent_before = 0.0
         self._since, self._over, self._ordered = 0, False, False
         self._sent: bool | None = None
         self._unsynchronised = False
+        self._used: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Gradient] = weakref.WeakKeyDictionary()
+        self._clips: set[int] = set()  # the ids of the parameters whose gradients were clipped since backward began
         self._late: list[tuple[Any, torch.Tensor, Callable[[list[Any]], None]]] = []
         self._fresh()
         patches.hook("looks", "torch.nn.modules.module.register_module_module_registration_hook", self._registered)
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            patches.wrap("looks", f"torch.nn.utils.{name}", self._clipping)
 
     def _fresh(self) -> None:
         self._held: tuple[int, list[Any]] | None = None  # what is tracked, from backward on, and of how many models
@@ -92,7 +111,7 @@ class Looks:
         self._clipped: tuple[torch.Tensor, torch.Tensor] | None = (
             None  # sums of gradients after backward, and before step()
         )
-        self._weights: list[float | None] = []
+        self._weights: list[tuple[float, float] | None] = []
 
     @property
     def now(self) -> bool:
@@ -103,7 +122,7 @@ class Looks:
         """A module becomes part of another one: how a model in DDP is noticed when it is made, without a line of the
         probe below DDP's own."""
         if isinstance(module, torch.nn.parallel.DistributedDataParallel) and part is not None:
-            self._wrappers.add(module)
+            self._wrappers[module] = None
 
     def _timed(self, function: Callable[..., Any], *args: Any) -> None:
         """Calls a part of a look and adds its time to what looks have taken."""
@@ -133,12 +152,15 @@ class Looks:
         """Backward begins from a loss that the operation `made_by` computed."""
         if not self._since:  # no forward was seen, such as that of a compiled model
             self._timed(self._look_first)
+        self._guard(self._gradients_before)
         if self.now:
             self._timed(self._look_at_loss, made_by)
 
     def backward_ends(self) -> None:
         """Gradients are as backward, and what the wrapper sends in it, made them."""
-        self._unsynchronised = any(not model.require_backward_grad_sync for model in self._wrappers)
+        # DDP decides when its forward is called whether the backward of it is synchronised
+        self._unsynchronised = any(not model.require_forward_param_sync for model in self._wrappers)
+        self._guard(self._gradients_after)
         if self.now and not self._watch.memory_is_profiled:
             self._timed(self._keep_gradients)
 
@@ -146,6 +168,45 @@ class Looks:
         """Gradients are as the optimizer uses them."""
         if self.now:
             self._timed(self._look_before, optimizer)
+
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has used its gradients, and nothing has been added to them since."""
+        self._guard(self._remember_gradient, optimizer)
+
+    def unscales(self, optimizer: torch.optim.Optimizer) -> None:
+        """A GradScaler is about to divide the gradients by its scale."""
+        self._guard(self._look_at_scaled, optimizer)
+
+    def _look_at_scaled(self, optimizer: torch.optim.Optimizer) -> None:
+        if any(id(parameter) in self._clips for group in optimizer.param_groups for parameter in group["params"]):
+            self._step["scaled"] = True
+
+    def _clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(*args: Any, **kwargs: Any) -> Any:
+            parameters = args[0] if args else kwargs.pop("parameters", ())
+            if self.now and not compiling():
+                parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+                self._clips.update(map(id, parameters))
+            return original(parameters, *args[1:], **kwargs)
+
+        return clip
+
+    def _remember_gradient(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in self._used or len(self._used) < _OPTIMIZERS:
+            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            parameter = next((parameter for parameter in held if parameter.grad is not None), None)
+            if parameter is not None:
+                self._used[optimizer] = _Gradient(weakref.ref(parameter), _place(parameter))
+
+    def _gradients_before(self) -> None:
+        self._clips.clear()
+        for used in self._used.values():
+            used.reset = used.reset or used.place is None or _place(used.parameter()) != used.place
+
+    def _gradients_after(self) -> None:
+        for used in self._used.values():
+            place = _place(used.parameter())
+            used.place, used.grown = place, used.grown or place != used.place
 
     def _look_first(self) -> None:
         self._began, self._since = time.perf_counter(), clock.SystemMoment.now().ns
@@ -162,6 +223,8 @@ class Looks:
                 name: [before, states[name]] for name, before in self._drawn.items() if states.get(name) != before
             }
         self._weights.append(self._weigh(_weight_of_one, made_by))
+        if twice := self._guard(_normalised_twice, made_by):
+            self._step["twice"] = twice
 
     def _random_states(self) -> dict[str, str]:
         with torch.autograd.profiler.record_function(OF_PROBE) if self._profiles() else contextlib.nullcontext():
@@ -179,6 +242,10 @@ class Looks:
         with_gradient = [parameter for *_, parameter in tensors if parameter.grad is not None]
         if not with_gradient:
             return
+        used = self._used.get(optimizer)
+        kept = used is not None and used.grown and not used.reset
+        self._step["kept"] = kept and self._step.get("kept", True)
+        self._step["evaluating"] = any(map(_trains_as_in_evaluation, self._watch.models))
         self._step["gradients"] = True
         self._step["unsynchronised"] = self._unsynchronised
         if not self._ordered:
@@ -248,7 +315,8 @@ class Looks:
             fields["silent"] = self._has_sent() is False
         weights = [weight for weight in self._weights if weight is not None]
         if step and weights and len(weights) == len(self._weights):
-            fields["weight"] = sum(weights) / len(weights)
+            for name, values_of_name in zip(("weight", "elements"), zip(*weights)):
+                fields[name] = sum(values_of_name) / len(values_of_name)
         fields |= {
             "end": end,
             "spent": self._spent,
@@ -434,6 +502,27 @@ def _is_captured() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def _place(parameter: torch.Tensor | None) -> tuple[int, int] | None:
+    """Where this rank's part of the gradient of a parameter is, and how often it was written; None without one."""
+    if parameter is None or parameter.grad is None:
+        return None
+    gradient = local(parameter.grad)
+    plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+    return (gradient.data_ptr(), _version(gradient)) if plain else None
+
+
+def _trains_as_in_evaluation(model: torch.nn.Module) -> bool:
+    """Whether a model that trains was set to `eval()` as a whole, and has parts that compute otherwise then."""
+    inner = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+    return not inner.training and any(
+        isinstance(part, _NORMS) or (isinstance(part, _DROPOUTS) and part.p > 0) for part in inner.modules()
+    )
+
+
+_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+_DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
+
+
 def _is_read(tensor: torch.Tensor) -> bool:
     return bool(local(tensor).numel())
 
@@ -492,9 +581,9 @@ def _random_states() -> dict[str, str]:
     return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}
 
 
-def _weight_of_one(edge: Edge | None) -> float | None:
+def _weight_of_one(edge: Edge | None) -> tuple[float, float] | None:
     """The weight of one element (a token, or a sample) in the loss: 1 / n for the mean of n elements, times what the
-    script multiplied it by; None if it is not found, or only a GPU knows it."""
+    script multiplied it by; and n. None if it is not found, or only a GPU knows it."""
     factor = 1.0
     for _ in range(_NODES):
         if edge is None or edge[0] is None:
@@ -503,7 +592,7 @@ def _weight_of_one(edge: Edge | None) -> float | None:
         name = node.name()
         counted = _elements_of(node, name)
         if counted is not None:
-            return factor / counted if counted else None
+            return (factor / counted, counted) if counted else None
         inputs = [following for following in node.next_functions if following[0] is not None]
         if name in ("DivBackward0", "MulBackward0"):
             number = (SAVED_OTHER if node.next_functions[0][0] is not None else SAVED_SELF).of(node)
@@ -511,7 +600,7 @@ def _weight_of_one(edge: Edge | None) -> float | None:
                 return None
             value = float(number)
             if name == "DivBackward0" and value > 1 and _is_sum_of_elements(inputs[0][0]):
-                return factor / value
+                return factor / value, value
             factor *= value if name == "MulBackward0" else 1 / value if value else math.nan
         elif name not in _PASSED and len(inputs) != 1:
             return None
@@ -525,6 +614,37 @@ _MEANS = (
     "BinaryCrossEntropyWithLogitsBackward0",
 )
 _PASSED = ("AddBackward0",)  # a mean and a penalty: the first one is followed
+
+
+_NORMALISED = {
+    "NllLossBackward0": ("LogSoftmaxBackward0", "SoftmaxBackward0", "cross_entropy", "softmax"),
+    "NllLoss2DBackward0": ("LogSoftmaxBackward0", "SoftmaxBackward0", "cross_entropy", "softmax"),
+    "BinaryCrossEntropyWithLogitsBackward0": ("", "SigmoidBackward0", "binary_cross_entropy_with_logits", "sigmoid"),
+}  # by loss: what it does to its input by itself, what the model did before, and both in words
+_RESHAPED = re.compile(
+    r"(?:View|Reshape\w*|UnsafeView|Squeeze|Unsqueeze|Transpose|Permute|T|Clone|ToCopy)Backward\d|_DDPSink\w*"
+)
+
+
+def _normalised_twice(edge: Edge | None) -> tuple[str, str] | None:
+    """The loss function and what the model computed before it, if the loss computes that itself, such as softmax."""
+    node = edge[0] if edge is not None else None
+    for _ in range(_NODES):
+        if node is None or node.name() in _NORMALISED:
+            break
+        node = _only_input(node)
+    if node is None or node.name() not in _NORMALISED:
+        return None
+    own, before, loss, function = _NORMALISED[node.name()]
+    node = _only_input(node)
+    while node is not None and (_RESHAPED.fullmatch(node.name()) or node.name() == own):
+        node = _only_input(node)
+    return (loss, function) if node is not None and node.name() == before else None
+
+
+def _only_input(node: Any) -> Any:
+    inputs = [following for following, _ in node.next_functions if following is not None]
+    return inputs[0] if len(inputs) == 1 else None
 
 
 def _is_sum_of_elements(node: Any) -> bool:

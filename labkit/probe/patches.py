@@ -35,7 +35,11 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     "copies to the GPU": {"torch.Tensor.to": (), "torch.Tensor.cuda": ()},
     "optimizers": {"torch.optim.Optimizer.__init__": ()},
     "scaled losses": {"torch.amp.GradScaler.__init__": ()},
-    "looks": {f"{_MODULES}.register_module_module_registration_hook": ()},
+    "looks": {
+        f"{_MODULES}.register_module_module_registration_hook": (),
+        "torch.nn.utils.clip_grad_norm_": ("torch.nn.utils.clip_grad.clip_grad_norm_",),
+        "torch.nn.utils.clip_grad_value_": ("torch.nn.utils.clip_grad.clip_grad_value_",),
+    },
     "metrics": {"torch.monitor.register_event_handler": ()},
     "builds": {f"{_BATON}.try_acquire": (), f"{_BATON}.wait": (), f"{_BATON}.release": ()},
     "timelines": {f"{_PROFILER}.profile.__init__": ()},

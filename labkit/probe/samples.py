@@ -21,6 +21,7 @@ from labkit.probe.patches import Patches
 
 
 _BATCHES = 3  # batches that are digested
+_WORKERS = 16  # of a loader of a stream, whose batches are compared
 _INPUTS = 3  # steps per model whose inputs are digested
 _MODELS = 8  # maximum number of such models
 _EVALUATIONS, _DIVIDED = 3, 4
@@ -194,7 +195,17 @@ class Observations:
         sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
         sampler = getattr(sampler, "sampler", sampler)  # a BatchSampler passed as sampler
         batches, samples = (_length(thing) for thing in (loader, loader.dataset))
-        self._record("loader", batches=batches, samples=samples, sampler=type(sampler).__name__)
+        workers, streams = loader.num_workers, isinstance(loader.dataset, torch.utils.data.IterableDataset)
+        if streams and self._left["loader"] == _ITERATIONS:
+            self._left["batch"] = max(_BATCHES, min(workers, _WORKERS) + 1)  # one of each worker, and one more
+        self._record(
+            "loader",
+            batches=batches,
+            samples=samples,
+            sampler=type(sampler).__name__,
+            workers=workers,
+            streams=streams,
+        )
         if loader.batch_sampler is None or samples is None:
             return
         self._parts = {id(loader.batch_sampler): (loader.dataset, samples, sampler)}

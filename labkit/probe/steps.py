@@ -227,7 +227,8 @@ class StepWatch:
         self.idle = False  # whether the rank waits for a cell of a notebook
         self._see, self._share = Guard(journal, "observations"), Guard(journal, "loss shares")
         self._finite = True  # whether all known losses were finite
-        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # in the order in which they were first called, which is the same on all ranks
+        self._models: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
         self.thread = ScriptThread()
         self.backwards = 0
         self.scaler_steps = 0  # calls of a GradScaler's step, which may skip the optimizer's
@@ -529,6 +530,8 @@ class StepWatch:
             return
         while self._stepping and self._stepping.pop() is not optimizer:
             pass
+        if self.looks:
+            self.looks.optimizer_ends(optimizer)
         if self._stepping:
             return
         self._closure_ran = False
@@ -567,7 +570,7 @@ class StepWatch:
         return any(module is part for model in self._models for part in model.modules())
 
     def _add_model(self, model: torch.nn.Module) -> None:
-        self._models.add(model)
+        self._models[model] = None
         if self.observations:
             self._see(self.observations.model, model)
         parameter = next(model.parameters(), None)

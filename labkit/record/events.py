@@ -454,10 +454,13 @@ class Look(OfRank, tag_field="kind", tag="look"):
     `group` is the size of the default process group (0: none), and `unset` are variables of other launchers that the
     script reads. `silent`: nothing was sent since the first step. `idle` are the tracked parameters without a
     gradient, `clipped` is the factor by which the script multiplied the gradients, `weight` the weight of one element
-    in the loss, and `random` the digests of generators that were used for this rank's samples, before and after.
-    `unsynchronised`: the last backward before the step ran in DDP's `no_sync`. `order` are the tracked parameters in
-    the order in which an optimizer holds them, if it is another one. `used` are the two sums over all gradients as the
-    optimizer used them. `calls` is the number of collectives of each group
+    in the loss, a mean over `elements`, and `random` the digests of generators that were used for this rank's
+    samples, before and after. `unsynchronised`: the last backward before the step belongs to a forward in DDP's
+    `no_sync`. `kept`: gradients of the step before were neither reset nor replaced. `evaluating`: a model with
+    dropout or batch norm trains after `eval()`. `scaled`: gradients were clipped before a GradScaler divided them by
+    its scale. `twice`: the loss function, and what the model computed before it although the loss computes it.
+    `order` are the tracked parameters in the order in which an optimizer holds them, if it is another one. `used` are
+    the two sums over all gradients as the optimizer used them. `calls` is the number of collectives of each group
     since the group was made, by the group's id. `spent` is what all looks before this one have taken of the rank's
     time."""
 
@@ -473,8 +476,13 @@ class Look(OfRank, tag_field="kind", tag="look"):
     idle: Annotated[list[Count], Meta(max_length=10_000)] = []
     clipped: float | None = None
     weight: float | None = None
+    elements: float | None = None
     random: Annotated[dict[str, tuple[Name, Name]], Meta(max_length=100)] = {}
     unsynchronised: bool = False
+    kept: bool = False
+    evaluating: bool = False
+    scaled: bool = False
+    twice: tuple[Name, Name] | None = None
     order: Annotated[list[Count], Meta(max_length=10_000)] = []
     used: tuple[float, float] | None = None
     calls: Annotated[dict[Name, Count], Meta(max_length=10_000)] = {}
@@ -612,11 +620,14 @@ class Model(Observed, tag_field="what", tag="model"):
 
 
 class Loader(Observed, tag_field="what", tag="loader"):
-    """The script iterates over a DataLoader: its numbers of batches and samples, and the class of its sampler."""
+    """The script iterates over a DataLoader: its numbers of batches, samples and worker processes, and the class of its
+    sampler. `streams`: its data set is an IterableDataset, of which each worker has a copy."""
 
     batches: Count | None
     samples: Count | None
     sampler: Name | None = None
+    workers: Count = 0
+    streams: bool = False
 
 
 class Epoch(Observed, tag_field="what", tag="epoch"):

@@ -29,6 +29,9 @@ from labkit.training.faults import FAULTS
 
 TWO_DEVICES = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
 
+UNIFORM = "FSDP expects uniform original parameter dtype but got {torch.float32, torch.bfloat16}"
+CONVOLVED = "Input type (torch.FloatTensor) and weight type (torch.HalfTensor) should be the same"
+
 # ---- errors recognised by their message
 
 
@@ -117,6 +120,65 @@ TWO_DEVICES = "Expected all tensors to be on the same device, but found at least
             "GPT2LMHeadModel",
         ),
         ("devices_differ", "RuntimeError", TWO_DEVICES, "cuda:0 and cpu"),
+        (
+            "graph_not_static",
+            "RuntimeError",
+            "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but"
+            " then got used in the second iteration. this is not compatible with static_graph set to True.",
+            "static_graph",
+        ),
+        (
+            "shared_by_units",
+            "ValueError",
+            "Parameter 'out.weight' is shared with a parameter already managed by another FSDP group. For shared/tied"
+            " parameters, use fully_shard([module_a, module_b]) to place them in the same FSDP group.",
+            "out.weight",
+        ),
+        (
+            "recomputed_differently",
+            "CheckpointError",
+            "torch.utils.checkpoint: A different number of tensors was saved during the original forward and"
+            " recomputation.\nNumber of tensors saved during forward: 9",
+            "A different number",
+        ),
+        (
+            "recomputed_differently",
+            "CheckpointError",
+            "torch.utils.checkpoint: Recomputed values for the following tensors have different metadata than during"
+            " the forward pass.\ntensor at position 3:",
+            "different metadata",
+        ),
+        (
+            "attribute_of_wrapper",
+            "AttributeError",
+            "'DistributedDataParallel' object has no attribute 'generate'",
+            "'generate'",
+        ),
+        ("uniform_units", "AssertionError", UNIFORM, "torch.bfloat16"),
+        ("no_data_on_meta", "NotImplementedError", "Cannot copy out of meta tensor; no data! Please use …", "no data"),
+        (
+            "dtypes_differ",
+            "RuntimeError",
+            "mat1 and mat2 must have the same dtype, but got Float and BFloat16",
+            "Float",
+        ),
+        ("dtypes_differ", "RuntimeError", CONVOLVED, "HalfTensor"),
+        ("index_out_of_range", "IndexError", "Target 10 is out of bounds.", "10"),
+        ("index_out_of_range", "IndexError", "index out of range in self", "index"),
+        (
+            "samples_of_unequal_size",
+            "RuntimeError",
+            "stack expects each tensor to be equal size, but got [12] at entry 0 and [9] at entry 1",
+            "[9] at entry 1",
+        ),
+        ("nothing_to_optimize", "ValueError", "optimizer got an empty parameter list", "empty"),
+        (
+            "deepspeed_twice",
+            "AssertionError",
+            "The parameter 3 has already been reduced.             Gradient computed twice for this partition."
+            "             Multiple gradient reduction is currently not supported",
+            "parameter 3",
+        ),
         ("nccl", "DistBackendError", NCCL_CUDA, "peer access is not supported"),
     ],
 )

@@ -26,6 +26,7 @@ HEALTHY = (
     "healthy_noise",
     "healthy_thread",
     "healthy_part_of_each_rank",
+    "healthy_two_losses",
 )
 # by case: the finding, and what it says
 FOUND: dict[str, tuple[str, ...]] = {
@@ -38,9 +39,10 @@ FOUND: dict[str, tuple[str, ...]] = {
     "zero_of_reversed_parameters": (DRIFT, "number 1 is 0.weight on rank 0, 2.bias on rank 1"),
     "zero_of_rotated_parameters": (DRIFT, "number 1 is 0.weight on rank 0, 2.weight on rank 1"),
     "zero_of_sorted_sizes": (DRIFT, "number 2 is 0.bias on rank 0, 2.weight on rank 1"),
-    "synchronised_too_early": (DRIFT, "the last backward before step() ran in DDP's no_sync()"),
-    "synchronised_every_fourth": (DRIFT, "the last backward before step() ran in DDP's no_sync()"),
-    "synchronised_by_the_first_rank": (DRIFT, "the last backward before step() ran in DDP's no_sync()"),
+    "synchronised_too_early": (DRIFT, "belongs to a forward in DDP's no_sync()"),
+    "synchronised_every_fourth": (DRIFT, "belongs to a forward in DDP's no_sync()"),
+    "synchronised_by_the_first_rank": (DRIFT, "belongs to a forward in DDP's no_sync()"),
+    "synchronised_outside_of_forward": (DRIFT, "belongs to a forward in DDP's no_sync()"),
     "clipped_by_another_limit": (DRIFT, "in proportion 1 on rank 0, 2 on rank 1", "clipped by another limit"),
     "clipped_by_hand": (DRIFT, "in proportion 1 on rank 0, 2 on rank 1"),
     "divided_by_the_rank": (DRIFT, "in proportion 2 on rank 0, 1 on rank 1", "divided by another number"),
@@ -106,6 +108,9 @@ FOUND: dict[str, tuple[str, ...]] = {
     "mean_of_tokens": ("unequal_weights", "a mean over 7 on rank 0, 3 on rank 1"),
     "mean_of_a_mask": ("unequal_weights", "a mean over 7 on rank 0, 3 on rank 1"),
     "mean_of_unequal_batches": ("unequal_weights", "a mean over 8 on rank 0, 3 on rank 1"),
+    "gradients_never_reset": ("gradients_kept", "nothing reset the gradients"),
+    "evaluated_and_never_trained_again": ("stays_in_evaluation", "between 5 and 6", "model.training was True"),
+    "clipped_before_unscaling": ("clipped_scaled", "before they are unscaled"),
     "norm_of_the_shards": ("local_norm", "all gradients were multiplied by"),
     "largest_of_the_shards": ("local_norm", "all gradients were multiplied by"),
     "norm_by_the_library": ("local_norm", "all gradients were multiplied by"),

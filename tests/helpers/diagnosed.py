@@ -248,6 +248,27 @@ def loader(rank: int, length: int | None) -> dict:
     return saw(rank, "loader", batches=length, samples=512, sampler="DistributedSampler")
 
 
+def tracked(rank: int, ranks=None, **model) -> dict:
+    """The tensors that looks have sums of: the weight and the bias of one layer."""
+    tensors = [[0, "weight", "parameter", [3, 2]], [0, "bias", "parameter", [3]]]
+    return {"kind": "tracked", "t": 1.0, "rank": rank, "models": [{"name": "Net", "ranks": ranks} | model]} | {
+        "tensors": tensors
+    }
+
+
+def looks(rank: int, at=(0, 1, 2, 3, 4, 6, 8), part: float = 0.0, **fields) -> list[dict]:
+    """Looks after some steps, at replicas that are equal, or differ by `part` after the start; a field may be a
+    function of the step, and is left out where it is None."""
+    told = []
+    for step in at:
+        sums = [[1.0 + step, 2.0 + step], [0.5 + step + (part if step else 0), 1.0 + step + (part if step else 0)]]
+        values = {name: value(step) if callable(value) else value for name, value in fields.items()} if step else {}
+        given = {name: value for name, value in values.items() if value is not None}
+        told.append({"kind": "look", "t": 2.0 + step, "rank": rank, "step": step, "sums": sums, "group": 2} | given)
+        told[-1]["gradients"] = bool(step)
+    return told
+
+
 def memory(rank: int, peak: int, **at_peak: int) -> dict:
     told = {"step": 2, "t0": 1.0, "seconds": 0.1, "phases": [], "times": [0.0], "owners": {"activations": [0]}}
     return {"kind": "memory_step", "t": 2.0, "rank": rank, "peak": peak, "at_peak": at_peak} | told

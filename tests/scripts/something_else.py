@@ -150,6 +150,30 @@ def healthy_data():
 
 
 @case
+def healthy_two_losses():
+    """Two models of equal shapes, a backward whose gradients are dropped, a loss that is scaled, and evaluations."""
+    models = [ddp(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1)))]
+    models.append(DistributedDataParallel(net()))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    torch.manual_seed(RANK)
+    for step, (x, y) in enumerate(batches()):
+        models[0].eval()
+        models[1].module(x)
+        models[0].train()
+        x.requires_grad_()
+        (models[0](x) - y).pow(2).mean().backward()
+        x = (x + 0.1 * x.grad.sign()).detach()
+        for model, optimizer in zip(models, optimizers):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            scaler.scale(sum((each(x) - y).pow(2).mean() for each in models)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+        scaler.update()
+
+
+@case
 def healthy_thread():
     """A thread calls collectives of its own group, on one rank later than on the other."""
     group()
@@ -286,6 +310,19 @@ def synchronised_every_fourth():
 @case
 def synchronised_by_the_first_rank():
     accumulated(lambda number: number >= 8 and number % 2 == 0)
+
+
+@case
+def synchronised_outside_of_forward():
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in batches():
+        with model.no_sync():
+            loss = (model(x) - y).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        dist.all_reduce(loss.detach())
 
 
 # ---- replicas drift: equal gradients, which the ranks use differently
@@ -924,6 +961,38 @@ def largest_of_the_shards():
 @case
 def norm_by_the_library():
     clipped(lambda shards: torch.nn.utils.get_total_norm(shards))
+
+
+# ---- steps that do not do what they seem to
+
+
+@case
+def gradients_never_reset():
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    for x, y in batches():
+        (model(x) - y).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+
+
+@case
+def evaluated_and_never_trained_again():
+    model = ddp(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+    torch.manual_seed(RANK)
+    train(model, each=lambda step: model.eval() if step == 4 else None)
+
+
+@case
+def clipped_before_unscaling():
+    model = ddp()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.05), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for x, y in batches():
+        optimizer.zero_grad()
+        scaler.scale((model(x) - y).pow(2).mean()).backward()
+        nn.utils.clip_grad_norm_(parameters=model.parameters(), max_norm=1.0)
+        scaler.step(optimizer)
+        scaler.update()
 
 
 # ---- running them

@@ -54,6 +54,21 @@ KNOWN_ERRORS = (
         "use checkpoint(…, use_reentrant=False), or DistributedDataParallel(model, static_graph=True)",
     ),
     KnownError(
+        "graph_not_static",
+        r"Your training graph has changed in this iteration",
+        "a DDP model with static_graph=True used other parameters than in its first step",
+        "with static_graph=True, DDP counts in the first step which parameters get a gradient, and how often; later "
+        "steps must do the same",
+        "remove static_graph=True, and set find_unused_parameters=True if a branch leaves parameters out",
+    ),
+    KnownError(
+        "attribute_of_wrapper",
+        r"'(?:DistributedDataParallel|DataParallel|FullyShardedDataParallel)' object has no attribute",
+        "the script asks a wrapper for what the model inside has",
+        "the wrapper is a module of its own; it forwards calls of the model, but not its methods and attributes",
+        "read attributes from model.module; but call the wrapper, model(x), where gradients are needed",
+    ),
+    KnownError(
         "nothing_to_train",
         r"DistributedDataParallel is not needed when a module doesn't have any parameter",
         "DDP got a model without a parameter that requires a gradient",
@@ -74,6 +89,16 @@ KNOWN_ERRORS = (
         "an optimizer step, an operation such as x += y, or DDP's broadcast of buffers in a second forward changed it",
         "call backward before the next step or forward; replace x += y by x = x + y; with two forwards of DDP per "
         "backward, set broadcast_buffers=False",
+    ),
+    KnownError(
+        "recomputed_differently",
+        r"A different number of tensors was saved during the original forward and recomputation"
+        r"|Recomputed values for the following tensors have different metadata",
+        "a checkpointed part computed something else when it was recomputed",
+        "activation checkpointing runs the part again in backward; it depended on something that had changed, such as "
+        "autocast, a counter, a cache, random numbers, or whether FSDP had gathered the parameters",
+        "make the part depend on its inputs and parameters only; keep preserve_rng_state=True; apply checkpointing "
+        "before fully_shard, and turn off caches (use_cache=False)",
     ),
     KnownError(
         "graph_freed",
@@ -209,6 +234,22 @@ KNOWN_ERRORS = (
         "compute it on local tensors (to_local(), then DTensor.from_local), or on x.full_tensor()",
     ),
     KnownError(
+        "shared_by_units",
+        r"is shared with a parameter already managed by another FSDP group",
+        "two FSDP units share a parameter",
+        "each unit gathers and shards its own parameters, so a tied weight, such as that of embedding and head, must "
+        "belong to one unit",
+        "fully_shard([model.embedding, model.head]) puts both modules into one unit; or untie the weights",
+    ),
+    KnownError(
+        "no_data_on_meta",
+        r"Cannot copy out of meta tensor; no data",
+        "a tensor on the meta device was copied",
+        "tensors on meta have a shape and no values; .to(device) has nothing to copy",
+        "call model.to_empty(device=…), then initialize the weights or load a checkpoint (load_state_dict with "
+        "assign=True)",
+    ),
+    KnownError(
         "still_on_meta",
         r"parameters should be materialized from meta device",
         "parameters of an FSDP model are still on the meta device",
@@ -227,10 +268,11 @@ KNOWN_ERRORS = (
     ),
     KnownError(
         "uniform_units",
-        r"Must flatten tensors with uniform",
+        r"Must flatten tensors with uniform|FSDP expects uniform original parameter dtype",
         "an FSDP unit has parameters that differ in dtype or requires_grad",
-        "FSDP1 flattens the parameters of a unit into one tensor",
-        "use_orig_params=True for frozen parameters; cast the model to one dtype before wrapping; or use fully_shard",
+        "the parameters of a unit are gathered as one tensor, which has one dtype (FSDP1: also one requires_grad)",
+        "cast the model to one dtype before wrapping, or make modules of another dtype units of their own; with FSDP1 "
+        "use_orig_params=True for frozen parameters",
     ),
     KnownError(
         "fsdp_on_cpu",
@@ -275,6 +317,14 @@ KNOWN_ERRORS = (
         "save model.module.state_dict(), or remove the prefix (consume_prefix_in_state_dict_if_present) before loading",
     ),
     KnownError(
+        "nothing_to_optimize",
+        r"optimizer got an empty parameter list",
+        "an optimizer was created without parameters",
+        "all parameters are frozen or belong to other ranks, or an iterator such as model.parameters() was used up "
+        "before",
+        "pass list(model.parameters()) of a module that trains; create no optimizer on ranks without parameters",
+    ),
+    KnownError(
         "optimizer_group",
         r"parameter group that doesn't match the size of optimizer's group",
         "the checkpoint's optimizer has other parameter groups",
@@ -308,6 +358,23 @@ KNOWN_ERRORS = (
         "one operation got tensors on different devices",
         "a batch, a mask or a tensor created in forward was not moved to the rank's device",
         "move batches with .to(device), create tensors with device=x.device, and register constants as buffers",
+    ),
+    KnownError(
+        "dtypes_differ",
+        r"must have the same dtype, but got|expected scalar type \w+ but found"
+        r"|Input type \(.*\) and (?:weight|bias) type \(.*\) should be the same",
+        "one operation got tensors of different dtypes",
+        "the model is in bf16 or fp16 and its input is not, or a part ran outside of autocast",
+        "cast inputs with x.to(next(model.parameters()).dtype); or keep the model in fp32, and run forward and loss in "
+        "torch.autocast",
+    ),
+    KnownError(
+        "index_out_of_range",
+        r"index out of range in self|Target -?\d+ is out of bounds",
+        "a label or token is larger than the model allows",
+        "a label ≥ the number of classes, or a token ≥ the size of the embedding, such as that of another tokenizer",
+        "compare the largest label or token with the number of classes or rows; cross_entropy ignores ignore_index "
+        "(-100) only",
     ),
     KnownError(
         "device_assert",
@@ -370,6 +437,13 @@ KNOWN_ERRORS = (
         "give two of the three in the configuration; DeepSpeed computes the third",
     ),
     KnownError(
+        "deepspeed_twice",
+        r"has already been reduced\. +Gradient computed twice for this partition",
+        "DeepSpeed received the gradient of a parameter twice in one backward",
+        "a module is used several times with reentrant checkpointing, or backward is called twice before step()",
+        "use checkpoint(…, use_reentrant=False), and call engine.backward once per engine.step()",
+    ),
+    KnownError(
         "deepspeed_optimizer",
         r"You are using an untested ZeRO Optimizer",
         "DeepSpeed does not know this optimizer",
@@ -413,6 +487,13 @@ KNOWN_ERRORS = (
         "the run writes events, logs, checkpoints and the script's own files; what it could not write is lost",
         "free space on that disk (`labkit clean` deletes recorded runs), or set LABKIT_RUNS to a folder on another "
         "disk",
+    ),
+    KnownError(
+        "samples_of_unequal_size",
+        r"stack expects each tensor to be equal size|Trying to resize storage that is not resizable",
+        "the samples of a batch have different sizes",
+        "DataLoader stacks the samples of a batch into one tensor",
+        "pad or crop them, in the data set or in DataLoader(…, collate_fn=…)",
     ),
     KnownError(
         "worker_died",

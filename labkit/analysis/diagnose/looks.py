@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.finding import Finding
 from labkit.common.units import counted, ranks_in_words
-from labkit.record.events import DividedData, Evaluation, Input
+from labkit.record.events import Batch, DividedData, Evaluation, Input, Loader
 from labkit.record.ranks import PEER_GONE
 from labkit.record.state import per_revision
 
@@ -28,6 +28,8 @@ _LOOKS = 3  # looks that must agree
 _DRAWN = 5  # and for random numbers
 _MOST = 0.9  # share of looks, or of tensors, that counts as all of them
 _ALL_GRADIENTS = 1.8  # bytes per parameter: gradients in 16 bits, up to padding
+_FP32 = 4  # bytes per parameter
+_MORE = 64  # bytes that are all-reduced beside gradients: a loss, a few counts
 _SHOWN = 4
 _DEFAULT = "0"  # the id of the default group
 _SHARING = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
@@ -323,7 +325,7 @@ def _never_equal(state: RunState) -> Iterator[list[RankState]]:
     different samples."""
     ranks = [rank for rank in state.ranks.values() if _trained(rank)]
     by_ddp = [members for members, model in _replicas(state) if model is not None]
-    by_hand = [ranks] if not by_ddp and state.asked is None and _all_reduces_gradients(ranks) else []
+    by_hand = [ranks] if not by_ddp and state.asked is None and _all_reduces_gradients(ranks, separate=True) else []
     for members in (*by_ddp, *by_hand):
         numbers = _names(members[0], "parameter")
         steps = set.intersection(*({look.step for look in _in_steps(rank)} for rank in members))
@@ -332,10 +334,28 @@ def _never_equal(state: RunState) -> Iterator[list[RankState]]:
             yield members
 
 
-def _all_reduces_gradients(ranks: Sequence[RankState]) -> bool:
-    """Whether ranks with equal models and different samples send nothing but all-reduces of as many bytes as their
-    gradients have."""
-    if len(ranks) < 2 or not _alike(ranks) or not _separate(ranks, known=True):
+def synchronised(state: RunState) -> list[list[RankState]]:
+    """The ranks that average their gradients: those of each DDP group, or all of them if a script all-reduces the
+    gradients of equal replicas by itself."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    groups = sorted({tuple(model.ranks) for rank in ranks for model in _models(rank) if model.ranks})
+    if groups:
+        return [[rank for rank in ranks if rank.rank in group] for group in groups]
+    if len(ranks) < state.world_size or not _all_reduces_gradients(ranks) or not _are_replicas(ranks):
+        return []
+    sent = [rank.traffic.ops["all_reduce"].bytes - _FP32 * _elements(rank) for rank in ranks if rank.traffic]
+    return [ranks] if all(0 <= more <= _MORE for more in sent) else []
+
+
+def _are_replicas(ranks: Sequence[RankState]) -> bool:
+    steps = set.intersection(*({look.step for look in _in_steps(rank)} for rank in ranks))
+    return not any(_apart(ranks, step, _names(ranks[0], "parameter")) for step in (0, *steps))
+
+
+def _all_reduces_gradients(ranks: Sequence[RankState], separate: bool = False) -> bool:
+    """Whether ranks with equal models send nothing but all-reduces of as many bytes as their gradients have; if
+    `separate`, from different samples."""
+    if len(ranks) < 2 or not _alike(ranks) or (separate and not _separate(ranks, known=True)):
         return False
     traffic = [rank.traffic for rank in ranks if rank.traffic]
     sizes = [sent.ops["all_reduce"].bytes if set(sent.ops) == {"all_reduce"} else 0 for sent in traffic]
@@ -397,9 +417,10 @@ def _drift(
     if ddp and any(look.unsynchronised for look in _in_steps(ranks[0])):
         return (
             "the replicas" if everything else "some parameters",
-            "the last backward before step() ran in DDP's no_sync(), so its gradients are those of each rank's own "
-            "samples",
-            "leave no_sync() for the last micro-batch before step(): check the condition that decides which one it is",
+            "the last backward before step() belongs to a forward in DDP's no_sync(), so its gradients are those of "
+            "each rank's own samples",
+            "leave no_sync() for the last micro-batch before step(), its forward included: check the condition that "
+            "decides which one it is",
         )
     factors = _factors(ranks, first.step) if everything else None
     if factors and max(factors) > 1 + _UNLIKE_FACTORS:
@@ -562,6 +583,122 @@ def no_gradient(state: RunState) -> Iterator[Finding]:
         )
 
 
+def gradients_kept(state: RunState) -> Iterator[Finding]:
+    """Gradients that no step resets, so that each step uses the sum of all before it."""
+    found = _in_all_looks(state, lambda look: look.kept, first=2)
+    if found:
+        yield Finding(
+            name="gradients_kept",
+            kind="wrong",
+            title="each step uses the gradients of all steps before it",
+            evidence=f"nothing reset the gradients between step() and the next backward, {_where(state, found)}",
+            cause="backward adds to the gradients that are there, and the script does not reset them",
+            fix="call optimizer.zero_grad() once per step(), before the first backward or after step()",
+            ranks=tuple(rank.rank for rank in found),
+        )
+
+
+def stays_in_evaluation(state: RunState) -> Iterator[Finding]:
+    """A model that began in training mode, and trains in evaluation mode after an evaluation."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    parted = []
+    for rank in ranks:
+        looks = [look for look in _in_steps(rank) if look.gradients]
+        first = next((number for number, look in enumerate(looks) if look.evaluating), 0)
+        if not first or len(looks) - first < _LOOKS or not all(look.evaluating for look in looks[first:]):
+            return
+        parted.append((looks[first - 1].step, looks[first].step, looks[-1].step))
+    if parted:
+        before, since, last = parted[0]
+        yield Finding(
+            name="stays_in_evaluation",
+            kind="wrong",
+            title=f"the model trains in evaluation mode from step {since} on"
+            if since == before + 1
+            else f"the model trains in evaluation mode since a step between {before + 1} and {since}",
+            evidence=f"model.training was True up to step {before}, and False in all observed steps from {since} to "
+            f"{last}, on {ranks_in_words([rank.rank for rank in ranks], state.world_size)}",
+            cause="eval() was called for an evaluation and train() not after it: dropout is off, and batch norm uses "
+            "its running statistics instead of those of the batch",
+            fix="call model.train() after each evaluation, such as at the start of every epoch",
+            ranks=tuple(rank.rank for rank in ranks),
+        )
+
+
+def clipped_scaled(state: RunState) -> Iterator[Finding]:
+    """Gradients that are clipped while a GradScaler's scale is still in them."""
+    found = _in_all_looks(state, lambda look: look.scaled)
+    if found:
+        yield Finding(
+            name="clipped_scaled",
+            kind="wrong",
+            title="gradients are clipped before they are unscaled",
+            evidence=f"the gradients were clipped between backward and GradScaler.unscale_, {_where(state, found)}",
+            cause="they are still multiplied by the scale of the loss (65,536 at first), so nearly all of them exceed "
+            "the limit; unscaled afterwards, they are smaller than the limit by that factor",
+            fix="call scaler.unscale_(optimizer) between backward and clip_grad_norm_",
+            ranks=tuple(rank.rank for rank in found),
+        )
+
+
+def normalised_twice(state: RunState) -> Iterator[Finding]:
+    """A loss function that gets probabilities, and takes them for logits."""
+    found = _in_all_looks(state, lambda look: look.twice is not None)
+    if found:
+        loss, function = _in_steps(found[0])[-1].twice or ("", "")
+        yield Finding(
+            name="normalised_twice",
+            kind="wrong",
+            title=f"{loss} gets the result of {function}",
+            evidence=f"backward goes from {loss} to {function} with nothing between, {_where(state, found)}",
+            cause=f"{loss} expects other numbers: without a further operation, probabilities are taken for logits or "
+            "for logarithms, so gradients are small and the loss has a wrong minimum",
+            fix=f"pass the logits to {loss}, and apply {function} only where probabilities are shown (nll_loss expects "
+            "log_softmax)",
+            ranks=tuple(rank.rank for rank in found),
+        )
+
+
+def _in_all_looks(state: RunState, value: Callable[[Look], bool], first: int = 1) -> list[RankState]:
+    """The ranks that train, if `value` holds in all looks from step `first` on in which they have gradients, of which
+    there are some; else none."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    looks = [[look for look in _in_steps(rank) if look.gradients and look.step >= first] for rank in ranks]
+    return ranks if all(len(of_rank) >= _LOOKS and all(map(value, of_rank)) for of_rank in looks) else []
+
+
+def _where(state: RunState, ranks: Sequence[RankState]) -> str:
+    looks = [look for look in _in_steps(ranks[0]) if look.gradients]
+    return (
+        f"in all {len(looks)} observed steps up to step {looks[-1].step}, on "
+        f"{ranks_in_words([rank.rank for rank in ranks], state.world_size)}"
+    )
+
+
+def repeated_stream(state: RunState) -> Iterator[Finding]:
+    """A stream of samples that each worker of a DataLoader reads from its beginning."""
+    for rank in state.ranks.values():
+        loader = next(iter(rank.seen(Loader)), None)
+        if loader is None or not loader.streams or loader.workers < 2:
+            continue
+        digests = [batch.digest for batch in rank.seen(Batch)[: loader.workers + 1]]
+        if len(digests) <= loader.workers or len(set(digests[:-1])) > 1 or digests[-1] == digests[0]:
+            continue
+        yield Finding(
+            name="repeated_stream",
+            kind="wrong",
+            title=f"the {loader.workers} workers of a DataLoader return the same samples",
+            evidence=f"rank {rank.rank}: the first {loader.workers} batches, one of each worker, are equal, and the "
+            "next one differs; the data set is an IterableDataset",
+            cause="each worker iterates over its own copy of an IterableDataset from the beginning, so the rank trains "
+            f"{loader.workers} times on each sample",
+            fix="let each worker skip the samples of the others: itertools.islice(samples, info.id, None, "
+            "info.num_workers) with info = torch.utils.data.get_worker_info(), and each rank those of other ranks",
+            ranks=tuple(sorted(state.ranks)),
+        )
+        return
+
+
 def same_random(state: RunState) -> Iterator[Finding]:
     """Random numbers that are equal on ranks with different samples."""
     ranks = [rank for rank in state.ranks.values() if _trained(rank)]
@@ -676,7 +813,10 @@ def unequal_weights(state: RunState) -> Iterator[Finding]:
     """A mean over different numbers of elements per rank, which an average over ranks weights alike."""
     for ranks in _averaging(state):
         found = _unequal(ranks, lambda look: look.weight, _UNLIKE_WEIGHTS)
-        if found is None:
+        counted_alike = any(look.elements for rank in ranks for look in rank.looks) and not _unequal(
+            ranks, lambda look: look.elements, _UNLIKE_WEIGHTS
+        )
+        if found is None or counted_alike:  # each rank may multiply its loss by a number of its own, as mixup does
             continue
         step, weights = found
         told = ", ".join(f"{1 / weight:.4g} on rank {rank.rank}" for weight, rank in zip(weights, ranks))
@@ -904,6 +1044,11 @@ RULES = (
     tied_apart,
     no_effect,
     no_gradient,
+    gradients_kept,
+    stays_in_evaluation,
+    clipped_scaled,
+    normalised_twice,
+    repeated_stream,
     same_random,
     unlike_data,
     evaluated_twice,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from labkit.analysis.diagnose.finding import DDP, Finding, one_of
 from labkit.analysis.metrics import USUAL, counted_steps, expert_loads, median, phase_seconds, step_seconds, summed
 from labkit.common.units import counted, ranks_in_words, size
-from labkit.record.events import Item
+from labkit.record.events import Item, Loader
 
 if TYPE_CHECKING:
     from labkit.record.events import Timeline
@@ -73,6 +73,8 @@ def input_bound(state: RunState) -> Iterator[Finding]:
     if not slow:
         return
     worst = max(slow, key=slow.__getitem__)
+    loaders = state.ranks[worst].seen(Loader) if state.asked is None else []
+    workers = min((loader.workers for loader in loaders), default=0)
     yield Finding(
         name="input_bound",
         kind="slow",
@@ -82,8 +84,17 @@ def input_bound(state: RunState) -> Iterator[Finding]:
             f" {1e3 * _step(state, worst):.1f} ms per step (medians); {_DATA_SHARE:.0%} or more"
             f" on {ranks_in_words(sorted(slow))}"
         ),
-        cause="each batch is loaded only after the previous step has ended, and loading is slow",
-        fix=f"{one_of(state, 'workers', 'whole batches')}; or store the data on a local disk",
+        cause=(
+            f"{counted(workers, 'worker')} of the DataLoader cannot load batches as fast as they are trained on"
+            if workers
+            else "each batch is loaded only after the previous step has ended, and loading is slow"
+        ),
+        fix=(
+            "set a larger num_workers if there are free cores, and persistent_workers=True if epochs are short"
+            if workers
+            else one_of(state, "workers", "whole batches")
+        )
+        + "; or store the data on a local disk",
         ranks=tuple(sorted(slow)),
     )
 

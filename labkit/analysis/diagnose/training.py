@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy
 
 from labkit.analysis.diagnose.finding import DDP, Finding, one_of
-from labkit.analysis.diagnose.looks import separate_ranks
+from labkit.analysis.diagnose.looks import separate_ranks, synchronised
 from labkit.analysis.metrics import median
 from labkit.common.units import counted, ranks_in_words
-from labkit.record.events import Batch, Epoch, NotFinite, Save
+from labkit.record.events import Batch, Epoch, Input, Loader, NotFinite, Save
 
 if TYPE_CHECKING:
     from labkit.record.ranks import RankState
@@ -28,12 +28,16 @@ _SHOWN = 4
 
 def same_samples(state: RunState) -> Iterator[Finding]:
     """Ranks that get the same batches although each should get a different one."""
-    expected = _expected_batches(state)
     by_step: dict[int, dict[int, str]] = defaultdict(dict)
     for rank in state.ranks.values():
         for batch in rank.seen(Batch):
             by_step[batch.step][rank.rank] = batch.digest
     whole = {step: digests for step, digests in by_step.items() if len(digests) == state.world_size}
+    groups = [] if state.asked else [[rank.rank for rank in ranks] for ranks in synchronised(state)]
+    if any(len(ranks) < state.world_size for ranks in groups):
+        yield from _same_in_a_group(state, groups, whole)
+        return
+    expected = state.world_size if groups else _expected_batches(state)
     if expected < 2 or not whole or not all(len(set(digests.values())) < expected for digests in whole.values()):
         return
     step, digests = min(whole.items())
@@ -41,6 +45,7 @@ def same_samples(state: RunState) -> Iterator[Finding]:
     for number, digest in sorted(digests.items()):
         twins[digest].append(number)
     alike = max(twins.values(), key=len)
+    streams = any(loader.streams for rank in state.ranks.values() for loader in rank.seen(Loader)[:1])
     yield Finding(
         name="same_samples",
         kind="wrong",
@@ -50,12 +55,51 @@ def same_samples(state: RunState) -> Iterator[Finding]:
             f"{counted(len(set(digests.values())), 'different batch', 'es')} per step, expected {expected}"
         ),
         cause=(
-            "without a DistributedSampler every rank draws from the whole data set, and with the same seed in the "
+            "each rank iterates over its own copy of an IterableDataset from the beginning"
+            if streams
+            else "without a DistributedSampler every rank draws from the whole data set, and with the same seed in the "
             "same order"
         ),
-        fix="pass sampler=DistributedSampler(dataset) to the DataLoader, and remove shuffle=True from it",
+        fix=(
+            "let each rank skip the samples of the others: itertools.islice(samples, rank, None, ranks)"
+            if streams
+            else "pass sampler=DistributedSampler(dataset) to the DataLoader, and remove shuffle=True from it"
+        ),
         ranks=tuple(alike),
     )
+
+
+def _same_in_a_group(state: RunState, groups: list[list[int]], batches: dict[int, dict[int, str]]) -> Iterator[Finding]:
+    """The same where only some of the ranks average their gradients: these must get different batches, or else other
+    inputs of their models in a script without a DataLoader."""
+    by_step = batches or _inputs(state)
+    for ranks in groups:
+        alike = [step for step, digests in by_step.items() if len({digests[rank] for rank in ranks}) == 1]
+        elsewhere = [step for step in alike if len(set(by_step[step].values())) > 1]
+        if len(ranks) < 2 or not elsewhere or len(alike) < len(by_step):
+            continue
+        yield Finding(
+            name="same_samples",
+            kind="wrong",
+            title=f"{ranks_in_words(ranks)} average their gradients, and train on the same samples",
+            evidence=f"their samples were identical in all {counted(len(alike), 'recorded step')}, from step "
+            f"{min(alike)} on, and differ from those of other ranks, with which they average nothing",
+            cause="DDP got the process group of ranks that share their samples, such as those of tensor parallelism, "
+            "and not of those that hold the same part of the model",
+            fix="pass DDP the group over which the samples are divided: process_group=mesh['dp'].get_group()",
+            ranks=tuple(ranks),
+        )
+        return
+
+
+def _inputs(state: RunState) -> dict[int, dict[int, str]]:
+    """By step and rank the digests of the models' inputs, in the steps in which all ranks have one."""
+    by_step: dict[int, dict[int, str]] = defaultdict(dict)
+    for rank in state.ranks.values():
+        for given in rank.seen(Input):
+            if given.digest:
+                by_step[given.step][rank.rank] = given.digest
+    return {step: digests for step, digests in by_step.items() if len(digests) == state.world_size}
 
 
 def _expected_batches(state: RunState) -> int:
