@@ -154,9 +154,9 @@ pictures.batch_size.noise(small, large, batch=32, ranks=2)
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
-# It begins near 50, because the gradient is small at random weights, falls to about 10, and rises to 20 near the end: *G*
-# becomes smaller, but samples still disagree about where to go. In the paper it rises during training as well, and a
-# batch that grows with it saves samples.
+# It begins near 50, because the gradient is small at random weights, falls to about 10, and rises to 20 near the end:
+# *G* becomes smaller, but samples still disagree about where to go. In the paper it rises during training as well, and
+# a batch that grows with it saves samples.
 #
 # A noisy estimate: |G|² is a difference of two noisy numbers, and may be negative in a step. So both are averaged over
 # steps first, and divided afterwards.
@@ -203,10 +203,10 @@ pictures.batch_size.hyperbola(pairs)
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
-# There is a least number of steps that no batch beats, and a least number of samples. Between them lies a hyperbola. The
-# **critical batch** is where a training takes twice the least of both. It is about 20 here, in the middle of the 10 to 50
-# that the ranks have measured as noise scale, without any of these runs. The paper finds agreement within small factors
-# for most tasks, not equality. Expect the same of your own model.
+# There is a least number of steps that no batch beats, and a least number of samples. Between them lies a hyperbola.
+# The **critical batch** is where a training takes twice the least of both. It is about 20 here, in the middle of the 10
+# to 50 that the ranks have measured as noise scale, without any of these runs. The paper finds agreement within small
+# factors for most tasks, not equality. Expect the same of your own model.
 #
 # Far below the critical batch, twice the ranks take half the steps: *perfect scaling*. Far above, they take the same
 # steps, and compute twice the samples for nothing.

@@ -106,6 +106,7 @@ _HELD = 5  # shards in the memory of a process, or opened before the first batch
 _PAIRS = 0.3  # neighbours in a batch that may be neighbours in the file, or were neighbours in another epoch
 _SAME = 0.85  # of the samples in the first steps of two epochs
 _FIRST = 0.4  # of an epoch: these first steps
+_ALL = 0.9  # of the samples that come, these come on all ranks: two orders have fewer in common
 _WHEN = ("the first run", "the second run, which resumes", "the third run, which resumes")
 
 
@@ -286,7 +287,7 @@ def _once(run: Sequence[Rank], epoch: int, task: Task, when: str, before: Batche
         named = ", ".join(f"rank {rank} in step {step}" for rank, step in places[:4])
         raise Wrong(
             f"once: in {when}, {len(twice)} samples come more than once, such as {_name(sample)}: {named}"
-            f"{_why_twice(twice, len(run), task)}"
+            f"{_why_twice(twice, len(twice) / len(where), len(run), task)}"
         )
     again = sorted(earlier & where.keys())
     if again:
@@ -297,8 +298,8 @@ def _once(run: Sequence[Rank], epoch: int, task: Task, when: str, before: Batche
         )
 
 
-def _why_twice(twice: dict[Sample, list[tuple[int, int]]], ranks: int, task: Task) -> str:
-    """The usual reasons, from what is the same."""
+def _why_twice(twice: dict[Sample, list[tuple[int, int]]], share: float, ranks: int, task: Task) -> str:
+    """The usual reasons, from what is the same; `share` of the samples that came at all came more than once."""
     on_ranks = min(len({rank for rank, _ in places}) for places in twice.values())
     times = min(map(len, twice.values()))
     if times >= ranks * task.workers > 1 and on_ranks == ranks:
@@ -307,7 +308,7 @@ def _why_twice(twice: dict[Sample, list[tuple[int, int]]], ranks: int, task: Tas
         )
     if times == task.workers and on_ranks == 1:
         return f"; each of {task.workers} workers has a copy of the data set and reads all of its rank's samples"
-    if on_ranks == ranks > 1:
+    if on_ranks == ranks > 1 and share > _ALL:
         return "; all ranks get the same samples: what depends on rank and ranks?"
     return "; do all ranks and workers compute the same order of the epoch, from the same seed?"
 
