@@ -69,12 +69,14 @@ _version = TENSOR_VERSION.reader(0)
 @dataclass
 class _Gradient:
     """A gradient that an optimizer has used: where it is and its version, whether anything but backward has written it
-    since, and whether backward has added to it."""
+    since, and whether backward has added to it. `left` are its sums before backward in a step that is looked at:
+    through `grad.data` it can be zeroed without a new version."""
 
     parameter: weakref.ref[torch.Tensor]
     place: tuple[int, int] | None
     reset: bool = False
     grown: bool = False
+    left: torch.Tensor | None = None
 
 
 class Looks:
@@ -112,6 +114,7 @@ class Looks:
             None  # sums of gradients after backward, and before step()
         )
         self._weights: list[tuple[float, float] | None] = []
+        self._left: list[torch.Tensor] = []  # sums of gradients that the step began with
 
     @property
     def now(self) -> bool:
@@ -202,6 +205,11 @@ class Looks:
         self._clips.clear()
         for used in self._used.values():
             used.reset = used.reset or used.place is None or _place(used.parameter()) != used.place
+            parameter = used.parameter()
+            if used.reset or used.left is not None or not self.now or self._watch.memory_is_profiled:
+                continue
+            if parameter is not None and parameter.grad is not None:
+                used.left = self._sums([parameter.grad])
 
     def _gradients_after(self) -> None:
         for used in self._used.values():
@@ -245,6 +253,8 @@ class Looks:
         used = self._used.get(optimizer)
         kept = used is not None and used.grown and not used.reset
         self._step["kept"] = kept and self._step.get("kept", True)
+        if kept and used is not None and used.left is not None:
+            self._left.append(used.left)
         self._step["evaluating"] = any(map(_trains_as_in_evaluation, self._watch.models))
         self._step["gradients"] = True
         self._step["unsynchronised"] = self._unsynchronised
@@ -325,14 +335,18 @@ class Looks:
             "calls": _calls() if group else {},
         }
         sums = self._sums([tensor for *_, tensor in tensors])
-        values = [sums, *(clipped or ())]
         if sums is None:
             return
+        left = [sums_left for sums_left in self._left if in_step and sums_left.device == sums.device]
+        values = [sums, *(clipped or ()), *left]
         lengths = [len(row) for row in values]
 
         def arrived(rows: list[Any]) -> None:
+            if not all(absolute for _, absolute in rows[len(rows) - len(left) :]):
+                fields["kept"] = False
             if clipped:
-                before, used = rows[lengths[0] : lengths[0] + lengths[1]], rows[lengths[0] + lengths[1] :]
+                before = rows[lengths[0] : lengths[0] + lengths[1]]
+                used = rows[lengths[0] + lengths[1] : sum(lengths[:3])]
                 fields["clipped"], fields["used"] = _factor(before, used), [sum(column) for column in zip(*used)]
             self._journal.write(
                 "look", **{name: value for name, value in fields.items() if value}, step=step, sums=rows[: lengths[0]]

@@ -92,9 +92,17 @@ def healthy_ddp():
 
 @case
 def healthy_by_hand():
+    """Gradients are zeroed as scripts did before `zero_grad`, without a new version of them."""
+
+    class Zeroing(torch.optim.SGD):
+        def zero_grad(self):
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.data.zero_()
+
     group()
     model = net()
-    train(model, then=lambda: all_reduce_gradients(model))
+    train(model, Zeroing(model.parameters(), lr=0.05), then=lambda: all_reduce_gradients(model))
 
 
 @case
