@@ -28,7 +28,7 @@
 # %%
 import torch
 
-from labkit import Spec, check, guess, pictures, predict, run, starter
+from labkit import Spec, check, explain, guess, pictures, predict, run, starter
 
 # %load_ext labkit
 HERE = {"nproc": 2, "device": "cpu"}
@@ -318,8 +318,58 @@ job.figure("memory_of_step")  # of the last run: offload
 # moving takes 0.16 ns and recomputing 0.0006 ns. Offloading pays off if it overlaps with computation, or for states,
 # which no computation brings back (`CPUOffloadPolicy`).
 #
-# On a CUDA device, `torch.cuda.memory._record_memory_history()` and `_dump_snapshot("memory.pickle")` show each
-# allocation with its stack; `explain("memory.pickle")` says what the peak consists of.
+# </details>
+#
+# ## A memory snapshot: which line holds it
+#
+# A sum by kind does not say which *line* of a script holds the memory. On CUDA, the allocator can: between
+# `torch.cuda.memory._record_memory_history()` and `_dump_snapshot("memory.pickle")` it writes down each block that it
+# hands out and gets back, with the stack of that moment. It costs microseconds per block, and is what to do first when
+# a job runs out of memory after an hour.
+#
+# The next cell writes such a snapshot next to this notebook. It is **recorded, not from this machine**: torch's own
+# allocator on a simulated device, which computes nothing. Of the script:
+#
+# ```python
+#     def forward(self, x):                                                                    # of a Block
+#         return self.reduce(torch.relu(self.expand(x)))                                       # line 15
+#
+# model = nn.Sequential(Block(128), Block(128), nn.Linear(128, 10)).to("cuda")                 # line 19
+# optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+# losses = []
+# for step in range(10):
+#     x = torch.randn(512, 128).to("cuda")                                                     # line 23
+#     target = torch.zeros(512, dtype=torch.long).to("cuda")                                   # line 24
+#     loss = nn.functional.cross_entropy(model(x), target)                                     # line 25
+#     losses.append(loss)                                                                      # line 26
+#     loss.backward(retain_graph=True)                                                         # line 27
+#     optimizer.step()                                                                         # line 28
+#     optimizer.zero_grad()                                                                    # line 29
+# ```
+#
+# **Predict**: what grows from step to step, and by how many MiB? On which line were those blocks allocated, and which
+# line is to blame?
+
+# %%
+snapshot = starter("precision.snapshot")
+explain(snapshot)
+
+# %% [markdown]
+# <details class="answer"><summary>What to see</summary>
+#
+# Memory in use grows by 2.8 MiB per iteration, 2.5 MiB of them from line 15: for each `Block` the output of the ReLU
+# (512 · 512 numbers, which backward of the ReLU and of `reduce` need) and that of `reduce` (512 · 128, the input of
+# what follows). But line 15 is innocent: it allocates, and somebody else holds. `losses` keeps each loss with its
+# graph, and a graph holds what backward needs. Backward frees that, except with `retain_graph=True`. Without it, line
+# 26 would cost a few bytes per step; with `losses.append(loss.item())`, nothing at all.
+#
+# So a snapshot says who has **allocated** what is in use. Who holds it is for you to find, and three shapes help: a
+# block of each step that never ends is a leak; a high and narrow peak is one large tensor, such as logits; many blocks
+# that end together are activations, and recomputation helps.
+#
+# *Reserved* is more than *in use*: the allocator gets segments from the device and cuts blocks out of them. Free memory
+# between blocks in use, which no larger block fits into, is fragmentation: `expandable_segments:True`, in
+# `PYTORCH_CUDA_ALLOC_CONF`, avoids most of it (torch's notes on CUDA semantics).
 #
 # </details>
 #
@@ -442,6 +492,31 @@ def fsdp2(parameters, ranks, param, reduce, reshard): ...
 
 
 check("precision.bytes", fsdp2)
+
+# %% [markdown]
+# ## Exercise: the peak of a snapshot
+#
+# Write what such a page begins with. `trace` is the list of events of one device, as in
+# `pickle.load(…)["device_traces"][0]` of a snapshot of your own (never unpickle a stranger's: `explain` reads it
+# without executing anything). An event is a dict:
+#
+# - `action`: `"alloc"` for a block that is handed out; `"free_requested"` and `"free_completed"` for one that comes
+#   back, when Python releases it and when no stream uses it any more; `"segment_alloc"` for memory that the allocator
+#   gets from the device
+# - `addr` and `size` in bytes. An address is used again for other blocks; a free of a block that you have not seen is
+#   one from before the recording
+# - `frames`: the stack, the innermost call first, each a dict with `filename`, `line` and `name`
+#
+# Return the largest number of bytes in use, counted until `free_completed`, and a dict with the bytes of each line at
+# that moment (the first, if there are several). The line is that of the first frame in a file `train.py`, or `None`
+# without one.
+
+
+# %% tags=["exercise"]
+def at_the_peak(trace): ...
+
+
+check("precision.snapshot", at_the_peak)
 
 # %% [markdown]
 # ## Exercise: a mixed-precision step

@@ -3,14 +3,19 @@ measured."""
 
 from __future__ import annotations
 
+import gzip
 import re
+from collections import Counter
 
 import pytest
 from answers import precision
 from answers.precision import fsdp2
 
-from labkit import check
+from labkit import check, starter
+from labkit.analysis.foreign import opening
+from labkit.analysis.foreign.pickles import plain_pickle
 from labkit.course.build.ranks import precision as trials
+from labkit.course.build.solutions import precision as solutions
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -32,6 +37,29 @@ def test_another_right_step_is_right(changes):
 def test_a_wrong_forward_is_rejected_with_what_was_measured(changes, words):
     verdict = check("precision.recompute", precision.passed(*changes))
     assert verdict.state == "wrong" and re.search(words, verdict.words), verdict.words
+
+
+@pytest.mark.parametrize(("changes", "words"), precision.SNAPSHOTS.values(), ids=precision.SNAPSHOTS)
+def test_a_mistake_with_a_snapshot_is_named_on_any_draw(changes, words):
+    answer = precision.traced(*changes)
+    for _ in range(20):
+        verdict = check("precision.snapshot", answer)
+        assert verdict.state == "wrong" and words in verdict.words, verdict.words
+
+
+def test_the_peak_of_a_real_snapshot_is_that_of_explain(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = starter("precision.snapshot")
+    (found,) = opening.explain([path])
+    (device,) = found.figures["devices"]
+    (trace,) = plain_pickle(gzip.decompress(path.read_bytes()))["device_traces"]
+    peak, lines = solutions.at_the_peak(trace)
+    assert peak == device["peak"]
+    by_line = Counter()
+    for held in device["at_peak"]:
+        number = held["line"].removeprefix("train.py:")
+        by_line[int(number) if number.isdigit() else None] += held["bytes"]
+    assert lines == by_line
 
 
 def test_no_shortcut_finds_the_best_choice_of_any_draw():

@@ -57,5 +57,5 @@ def test_a_starter_is_written_once(tmp_path, monkeypatch):
     assert (tmp_path / path).read_text(encoding="utf-8") == profiles.SLOW
     path.write_text("mine", encoding="utf-8")
     assert starter("profiles.faults") == path and path.read_text(encoding="utf-8") == "mine"
-    with pytest.raises(LookupError, match=r"starts from no script"):
+    with pytest.raises(LookupError, match=r"starts from no file"):
         starter("profiles.gain")

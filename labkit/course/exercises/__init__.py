@@ -93,7 +93,7 @@ def result_of(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
 @dataclass(frozen=True)
 class Exercise:
     """An exercise. `check(answer)` returns why the answer is right, or raises `Wrong`; `key` is the solution
-    (markdown), and `given` the script to start from, a module of `course/build/given/`. `task` says what is drawn for
+    (markdown), and `given` the file to start from, in `course/build/given/`. `task` says what is drawn for
     this learner, if anything is: the verdict on an empty answer shows it."""
 
     title: str
@@ -163,17 +163,17 @@ def check(name: str, answer: Any) -> Grade:
 
 
 def starter(name: str) -> Path:
-    """Writes the script that the exercise called `name` starts from into the current folder, and returns its path. A
-    file that is already there stays as it is.
+    """Writes the file that the exercise called `name` starts from, mostly a script, into the current folder, and
+    returns its path. A file that is already there stays as it is.
 
-    Raises `LookupError` if there is no such exercise, or if it starts from no script.
+    Raises `LookupError` if there is no such exercise, or if it starts from no file.
     """
-    module = exercise(name).given
-    if not module:
-        raise LookupError(f"the exercise {name} starts from no script; its lab has the code to begin with")
-    path = Path(f"{module}.py")
-    with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
-        file.write((Path(__file__).parents[1] / "build" / "given" / path.name).read_text(encoding="utf-8"))
+    given = exercise(name).given
+    if not given:
+        raise LookupError(f"the exercise {name} starts from no file; its lab has the code to begin with")
+    path = Path(given)
+    with suppress(FileExistsError), path.open("xb") as file:
+        file.write((Path(__file__).parents[1] / "build" / "given" / given).read_bytes())
     return path
 
 

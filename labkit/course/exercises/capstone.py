@@ -255,7 +255,9 @@ EXERCISES: dict[str, Exercise] = {
         " 1) / data * own`, along the pipeline `4 * micro_batches * numbers / tensor`, along tensor `8 * (tensor - 1) /"
         " tensor * 4 * micro_batches * numbers * blocks / pipeline`.",
     ),
-    "trainer": Exercise("A trainer on a mesh", _trainer, solution("mesh", "groups", "Training"), given="mesh_training"),
+    "trainer": Exercise(
+        "A trainer on a mesh", _trainer, solution("mesh", "groups", "Training"), given="mesh_training.py"
+    ),
     "layout": Exercise(
         "A layout for 13B on two nodes",
         _layout,

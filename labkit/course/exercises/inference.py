@@ -241,6 +241,6 @@ EXERCISES = {
         " positive, never: `math.inf`.",
     ),
     "weights": Exercise(
-        "Weights from trainers to samplers", _weights, solution("handover", "hand_over"), given="sampler"
+        "Weights from trainers to samplers", _weights, solution("handover", "hand_over"), given="sampler.py"
     ),
 }

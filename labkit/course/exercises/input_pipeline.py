@@ -83,6 +83,6 @@ EXERCISES = {
         "Resume on another number of ranks",
         _loader,
         solution("loader", "Loader", "Stream"),
-        given="shard_stream",
+        given="shard_stream.py",
     ),
 }

@@ -1,9 +1,11 @@
-"""Exercises of lab 22: the bytes of FSDP2 with a policy, a mixed-precision step on two CPU ranks, and which activations
-to recompute under a limit of memory."""
+"""Exercises of lab 22: the bytes of FSDP2 with a policy, a mixed-precision step on two CPU ranks, which activations to
+recompute under a limit of memory, and what a snapshot of memory has at its peak."""
 
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -188,6 +190,139 @@ def _recompute(answer: Any) -> str:
     return f"gradients are exact, and no choice of blocks is cheaper: {'; '.join(said)}"
 
 
+# ---- the peak of a snapshot
+
+
+_LAYERS, _LOOPS = 3, 5
+_BLOCK = 512  # bytes: sizes are multiples of it
+_TRACES = 3
+Trace = list[dict[str, Any]]
+
+
+def draw_trace() -> Trace:
+    """Events of an allocator as `torch.cuda.memory._snapshot()` has them, without those of a second device: a model,
+    and a loop with samples, activations, gradients without a line of the script, and states of the optimizer.
+
+    Samples have different lengths, of which one in the middle of the loop is longest, so that the peak is neither at
+    the end nor where most was allocated in total.
+    """
+    trace: Trace = []
+    unused = [1 << 32]  # addresses: a block gets that of the one that was freed last
+
+    def happens(action: str, address: int, count: int, line: int | None) -> None:
+        inner = {"filename": "torch/nn/modules/linear.py", "line": random.randrange(100, 300), "name": "forward"}
+        outer = {"filename": "/home/ada/train.py", "line": 40, "name": "<module>"}
+        own = [] if line is None else [{"filename": "/home/ada/train.py", "line": line, "name": "step"}, outer]
+        trace.append({"action": action, "addr": address, "size": count, "stream": 0, "frames": [inner, *own]})
+
+    def allocate(count: int, line: int | None) -> tuple[int, int]:
+        address = unused.pop()
+        if not unused:
+            unused.append(address + (1 << 24))
+        if random.random() < 0.2:
+            happens("segment_alloc", address, 1 << 24, line)
+        happens("alloc", address, count, line)
+        return address, count
+
+    def free(block: tuple[int, int]) -> None:
+        for action in ("free_requested", "free_completed"):
+            happens(action, *block, None)
+        unused.append(block[0])
+
+    model, batch, loss, states, *layers = random.sample(range(2, 39), 4 + _LAYERS)
+    weights = [_BLOCK * random.randrange(20, 60) for _ in range(_LAYERS)]
+    for count in weights:
+        allocate(count, model)
+    lengths = [random.randrange(20, 60) for _ in range(_LOOPS)]
+    lengths[random.randrange(1, _LOOPS - 1)] = random.randrange(90, 120)
+    widths = [random.randrange(1, 6) for _ in range(_LAYERS)]
+    for loop, length in enumerate(lengths):
+        samples = allocate(_BLOCK * length, batch)
+        activations = [allocate(_BLOCK * length * width, line) for width, line in zip(widths, layers)]
+        value = allocate(_BLOCK, loss)
+        gradients = []
+        for count, activation in zip(reversed(weights), reversed(activations)):
+            gradients.append(allocate(count, None))
+            free(activation)
+        if loop == 0:
+            for count in weights:
+                allocate(2 * count, states)
+        for block in (*gradients, value, samples):
+            free(block)
+    return trace
+
+
+def _sizes(trace: Trace, counted: Sequence[str] = ("alloc",), freed: Sequence[str] = ("free_completed",)) -> list[int]:
+    """Bytes in use after each event, if these are added and these are subtracted."""
+    used, sizes = 0, []
+    for event in trace:
+        used += event["size"] * ((event["action"] in counted) - (event["action"] in freed))
+        sizes.append(used)
+    return sizes
+
+
+def _lines(trace: Trace) -> Counter[int | None]:
+    """By line, the bytes of the blocks that these events have allocated and not freed."""
+    held: dict[int, tuple[int | None, int]] = {}
+    for event in trace:
+        if event["action"] == "alloc":
+            own = [frame["line"] for frame in event["frames"] if frame["filename"].endswith("train.py")]
+            held[event["addr"]] = (own[0] if own else None), event["size"]
+        elif event["action"] == "free_completed":
+            held.pop(event["addr"], None)
+    lines: Counter[int | None] = Counter()
+    for line, size_of_block in held.values():
+        lines[line] += size_of_block
+    return lines
+
+
+def _snapshot(answer: Any) -> str:
+    require_function(answer, "at_the_peak(trace)")
+    for _ in range(_TRACES):
+        trace = draw_trace()
+        given = result_of("at_the_peak(trace)", answer, [{**event} for event in trace])
+        if not isinstance(given, (tuple, list)) or len(given) != 2 or not isinstance(given[1], dict):
+            raise Wrong(f"at_the_peak(trace) returned {given!r}, expected bytes, and a dict of bytes by line")
+        require_number(given[0], "of bytes, from at_the_peak(trace)")
+        sizes = _sizes(trace)
+        peak = max(sizes)
+        if given[0] != peak:
+            raise Wrong(f"peak: {given[0]:,} bytes of a trace with {len(trace)} events: {_why_peak(given[0], trace)}")
+        lines = dict(_lines(trace[: sizes.index(peak) + 1]))
+        if given[1] != lines:
+            raise Wrong(f"lines: {_why_lines(given[1], trace, lines)}")
+    return f"right for {_TRACES} drawn traces: this is what a page of explain(…) says of a snapshot's peak"
+
+
+def _why_peak(got: float, trace: Trace) -> str:
+    sizes = _sizes(trace)
+    if got == sizes[-1]:
+        return "that is what is in use at the end; the peak was before"
+    if got == max(_sizes(trace, freed=())):
+        return "freed memory counts no more"
+    if got == max(_sizes(trace, counted=("alloc", "segment_alloc"))):
+        return "a segment is what the allocator reserves from the device; blocks inside of it are what is in use"
+    if got == max(_sizes(trace, freed=("free_requested", "free_completed"))):
+        return "a block is freed once: it has two events, the request and its completion"
+    return "add what is allocated, subtract what is freed, and keep the largest sum"
+
+
+def _why_lines(got: dict[Any, Any], trace: Trace, right: dict[int | None, int]) -> str:
+    total: Counter[int | None] = Counter()
+    for event in trace:
+        if event["action"] == "alloc":
+            total += _lines([event])
+    if got == total:
+        return "that is all that each line has ever allocated; which blocks are in use at the peak?"
+    if got == dict(_lines(trace)):
+        return "that is what is in use at the end of the trace"
+    if sum(got.values()) != sum(right.values()):
+        return f"the blocks at the peak have {sum(right.values()):,} bytes in total, and yours {sum(got.values()):,}"
+    if 40 in got:
+        return "the first frame is the innermost: take the first one in train.py, which allocated"
+    return "blocks are named by the line of the first frame in train.py; None has those without one, as in backward"
+
+
 EXERCISES = {
     "bytes": Exercise(
         "What FSDP2 stores and sends",
@@ -200,6 +335,12 @@ EXERCISES = {
         "Recompute under a limit",
         _recompute,
         solution("precision", "forward", "stored_and_recomputed"),
-        given="activations",
+        given="activations.py",
+    ),
+    "snapshot": Exercise(
+        "The peak of a snapshot",
+        _snapshot,
+        solution("precision", "at_the_peak", "line_of"),
+        given="leak.pickle.gz",
     ),
 }

@@ -172,5 +172,7 @@ EXERCISES = {
         " half an interval again and wait; with recovery, one replica is missing for `heal` steps.",
     ),
     "diloco": Exercise("The outer step of DiLoCo", _diloco, solution("replicas", "DiLoCo")),
-    "recovery": Exercise("Recovery within a step", _recovery, solution("replicas", "recover", "heal"), given="replica"),
+    "recovery": Exercise(
+        "Recovery within a step", _recovery, solution("replicas", "recover", "heal"), given="replica.py"
+    ),
 }

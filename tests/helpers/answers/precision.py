@@ -30,12 +30,57 @@ DECIDES_ALONE = (
     ("not flat.isfinite().all()", "not finite"),
 )
 
+
+def peak_at_the_end(trace):
+    """Not the peak: what is in use when the trace ends."""
+    held = {}
+    for event in trace:
+        if event["action"] == "alloc":
+            held[event["addr"]] = event
+        elif event["action"] == "free_completed":
+            held.pop(event["addr"])
+    lines = {}
+    for event in held.values():
+        lines[precision.line_of(event)] = lines.get(precision.line_of(event), 0) + event["size"]
+    return sum(lines.values()), lines
+
+
+def traced(*changes):
+    """The solution of the snapshot with each (old, new) replaced."""
+    return mutant(precision, "at_the_peak", *changes)
+
+
+SNAPSHOTS = {  # wrong ones: changes of the solution, and the words of the verdict
+    "segments": (
+        [('event["action"] == "alloc"', 'event["action"] in ("alloc", "segment_alloc")')],
+        "a segment is what",
+    ),
+    "freed twice": (
+        [
+            (
+                'elif event["action"] == "free_completed" and event["addr"] in held:\n'
+                '            used -= held.pop(event["addr"])["size"]',
+                'elif event["action"].startswith("free"):\n            used -= event["size"]',
+            )
+        ],
+        "a block is freed once",
+    ),
+    "never freed": ([("used -= held.pop", "held.pop")], "freed memory counts no more"),
+    "the outer frame": ([("own[0] if own", "own[-1] if own")], "the first frame is the innermost"),
+    "the frames of torch": (
+        [('if frame["filename"].endswith("train.py")', "")],
+        "blocks are named by the line of the first frame in train.py",
+    ),
+}
+
 RIGHT = {
+    "snapshot": precision.at_the_peak,
     "bytes": fsdp2,
     "step": lambda: precision.MixedPrecision,
     "recompute": lambda: precision.forward,
 }
 WRONG = {
+    "snapshot": (peak_at_the_end, "that is what is in use at the end; the peak was before"),
     "bytes": (stores_param_dtype, "param_dtype is that of the gathered copy"),
     "step": (lambda: stepped(*DECIDES_ALONE), "decide by the gradients"),
     "recompute": (lambda: passed((CHOICE, "checkpoint(block, x, use_reentrant=False)")), "another choice of blocks"),

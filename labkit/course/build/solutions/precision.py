@@ -1,4 +1,5 @@
-"""A mixed-precision step with fp32 master weights and loss scaling, and forward that recomputes what costs least."""
+"""A mixed-precision step with fp32 master weights and loss scaling, forward that recomputes what costs least, and the
+peak of a memory snapshot."""
 
 from itertools import combinations, pairwise
 
@@ -47,6 +48,26 @@ def forward(blocks, x, limit):
     for index, block in enumerate(blocks):
         x = block(x) if index in best else checkpoint(block, x, use_reentrant=False)
     return x
+
+
+def at_the_peak(trace):
+    held, used, peak, lines = {}, 0, 0, {}
+    for event in trace:
+        if event["action"] == "alloc":
+            held[event["addr"]] = event
+            used += event["size"]
+        elif event["action"] == "free_completed" and event["addr"] in held:
+            used -= held.pop(event["addr"])["size"]
+        if used > peak:
+            peak, lines = used, {}
+            for block in held.values():
+                lines[line_of(block)] = lines.get(line_of(block), 0) + block["size"]
+    return peak, lines
+
+
+def line_of(event):
+    own = [frame["line"] for frame in event["frames"] if frame["filename"].endswith("train.py")]
+    return own[0] if own else None  # frames begin with the innermost call
 
 
 def stored_and_recomputed(block, tokens):
