@@ -48,7 +48,7 @@ MISTAKES = [
     (changed(1, lambda right, model, gpu, tp: right / model["layers"]), "every layer"),
     (changed(1, lambda right, model, gpu, tp: right * min(1, model["kv_heads"] / tp)), "a head is not split"),
     (changed(2, lambda right, model, gpu, tp: right or -1), "the weights alone do not fit"),
-    (changed(2, lambda right, model, gpu, tp: right + 0.5), "what the weights leave"),
+    (changed(2, lambda right, model, gpu, tp: right + 2), "what the weights leave"),
     (changed(3, lambda right, model, gpu, tp: 2 * right if right < math.inf else right), "2 operations for each"),
     (changed(3, lambda right, model, gpu, tp: 1e9 if right == math.inf else right), "no batch is large enough"),
     (lambda *case: served(*case)[:3], "expected four numbers"),

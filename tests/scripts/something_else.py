@@ -120,6 +120,36 @@ def healthy_averaging():
     train(model, each=average)
 
 
+def average_some(chosen):
+    """Averages the parameters whose name is `chosen`, every other step."""
+    group()
+    model = net()
+
+    def average(step):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters() if step % 2 == 0 else ():
+                if chosen(name):
+                    dist.all_reduce(parameter)
+                    parameter /= RANKS
+
+    train(model, each=average)
+
+
+@case
+def averaged_without_the_head():
+    average_some(lambda name: name.startswith("0."))
+
+
+@case
+def averaged_without_biases():
+    average_some(lambda name: name.endswith("weight"))
+
+
+@case
+def averaged_one_tensor():
+    average_some(lambda name: name == "2.weight")
+
+
 @case
 def healthy_fsdp():
     group()

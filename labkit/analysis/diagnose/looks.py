@@ -121,7 +121,19 @@ def replicas_differ(state: RunState) -> Iterator[Finding]:
     for ranks, ddp in _replicas(state):
         parameters, buffers = (_names(ranks[0], role) for role in ("parameter", "buffer"))
         parameters = parameters | _names(ranks[0], "frozen")
-        if found := _parting(ranks, parameters):
+        if ddp is None and (averaging := _averaged_in_part(ranks, parameters)):
+            first, before, left_out, steps = averaging
+            yield _drifted(
+                ranks,
+                first,
+                before,
+                left_out,
+                what="some parameters",
+                cause=f"the script averages the other parameters from time to time, and they are equal after steps"
+                f" {_some(steps)}; these never are",
+                fix="average everything that the optimizer updates, for instance in a loop over model.parameters()",
+            )
+        elif found := _parting(ranks, parameters):
             first, before, parted = found
             if told := _drift(ranks, ddp, first, parted):
                 yield _drifted(ranks, first, before, parted, *told)
@@ -970,6 +982,29 @@ def _parting(ranks: Sequence[RankState], numbers: set[int]) -> tuple[Look, Look,
         if not parted:
             before = known[0]
     return (first, before, parted) if first is not None and before is not None else None
+
+
+def _averaged_in_part(ranks: Sequence[RankState], numbers: set[int]) -> tuple[Look, Look, list[int], list[int]] | None:
+    """Of replicas that part and are averaged from time to time: the first look after they parted, the one before, the
+    tensors that never are equal again, and the steps after which all others are. None if there are no such."""
+    by_step: dict[int, tuple[Look, set[int]]] = {}
+    for step in sorted(set.intersection(*({look.step for look in rank.looks if not look.end} for rank in ranks))):
+        looks = [look for rank in ranks if (look := _look_at(rank, step)) is not None]
+        if len(looks) == len(ranks):
+            by_step[step] = looks[0], set(_different(looks, numbers))
+    together = [step for step, (_, parted) in by_step.items() if not parted]
+    after = [step for step in by_step if together and step > max(together)]
+    if not after:
+        return None
+    always = set.intersection(*(by_step[step][1] for step in after))
+    averaged = [step for step in after[1:] if by_step[step][1] == always]
+    if not always or by_step[after[0]][1] == always or len(averaged) < _LOOKS:
+        return None
+    return by_step[after[0]][0], by_step[max(together)][0], sorted(always), averaged
+
+
+def _some(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps[:_SHOWN])) + (" and others" if len(steps) > _SHOWN else "")
 
 
 def _unlike_settings(ranks: Sequence[RankState], until: int) -> tuple[str, int, list[float]] | None:
