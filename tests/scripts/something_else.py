@@ -105,49 +105,33 @@ def healthy_by_hand():
     train(model, Zeroing(model.parameters(), lr=0.05), then=lambda: all_reduce_gradients(model))
 
 
-@case
-def healthy_averaging():
-    """Replicas that part, and are averaged every fourth step."""
+def average(every):
+    """Replicas that part, and are averaged after every so many steps."""
     group()
     model = net()
 
-    def average(step):
+    def averaged(step):
         with torch.no_grad():
-            for parameter in model.parameters() if step % 4 == 0 else ():
+            for parameter in model.parameters() if step % every == 0 else ():
                 dist.all_reduce(parameter)
                 parameter /= RANKS
 
-    train(model, each=average)
-
-
-def average_some(chosen):
-    """Averages the parameters whose name is `chosen`, every other step."""
-    group()
-    model = net()
-
-    def average(step):
-        with torch.no_grad():
-            for name, parameter in model.named_parameters() if step % 2 == 0 else ():
-                if chosen(name):
-                    dist.all_reduce(parameter)
-                    parameter /= RANKS
-
-    train(model, each=average)
+    train(model, each=averaged)
 
 
 @case
-def averaged_without_the_head():
-    average_some(lambda name: name.startswith("0."))
+def healthy_averaging():
+    average(every=4)
 
 
 @case
-def averaged_without_biases():
-    average_some(lambda name: name.endswith("weight"))
+def healthy_averaging_each_step():
+    average(every=1)
 
 
 @case
-def averaged_one_tensor():
-    average_some(lambda name: name == "2.weight")
+def healthy_averaging_every_other_step():
+    average(every=2)
 
 
 @case

@@ -121,19 +121,7 @@ def replicas_differ(state: RunState) -> Iterator[Finding]:
     for ranks, ddp in _replicas(state):
         parameters, buffers = (_names(ranks[0], role) for role in ("parameter", "buffer"))
         parameters = parameters | _names(ranks[0], "frozen")
-        if ddp is None and (averaging := _averaged_in_part(ranks, parameters)):
-            first, before, left_out, steps = averaging
-            yield _drifted(
-                ranks,
-                first,
-                before,
-                left_out,
-                what="some parameters",
-                cause=f"the script averages the other parameters from time to time, and they are equal after steps"
-                f" {_some(steps)}; these never are",
-                fix="average everything that the optimizer updates, for instance in a loop over model.parameters()",
-            )
-        elif found := _parting(ranks, parameters):
+        if found := _parting(ranks, parameters):
             first, before, parted = found
             if told := _drift(ranks, ddp, first, parted):
                 yield _drifted(ranks, first, before, parted, *told)
@@ -492,7 +480,7 @@ def _drift_by_hand(ranks: list[RankState], everything: bool) -> tuple[str, str, 
     if len(traffic) < len(ranks) or operations & {"send", "all_to_all"}:
         return None
     shared = min(sum(op.bytes for name, op in sent.ops.items() if name in _SHARING) for sent in traffic)
-    if everything and shared >= _ALL_GRADIENTS * _elements(ranks[0]):
+    if everything and shared >= _ALL_GRADIENTS * _elements(ranks[0]) and not _between_steps(ranks):
         return (
             "the replicas",
             f"{shared:,.0f} bytes are all-reduced per step, as many as the gradients have, but the optimizer does not"
@@ -506,6 +494,18 @@ def _drift_by_hand(ranks: list[RankState], everything: bool) -> tuple[str, str, 
             "synchronise the gradients of all parameters that the optimizer updates",
         )
     return None
+
+
+def _between_steps(ranks: Sequence[RankState]) -> bool:
+    """Whether in every profiled step with collectives they began before backward, as where parameters are averaged
+    after step(): replicas are equal then when a forward uses them, and not when the step ends."""
+    begun = []
+    for rank in ranks:
+        for profiled in rank.timelines.values():
+            backward = [start for name, start, _ in profiled.phases if name == "backward"]
+            if backward and profiled.comm:
+                begun.append(max(call.start for call in profiled.comm) < min(backward))
+    return bool(begun) and all(begun)
 
 
 def _drifted(
@@ -982,29 +982,6 @@ def _parting(ranks: Sequence[RankState], numbers: set[int]) -> tuple[Look, Look,
         if not parted:
             before = known[0]
     return (first, before, parted) if first is not None and before is not None else None
-
-
-def _averaged_in_part(ranks: Sequence[RankState], numbers: set[int]) -> tuple[Look, Look, list[int], list[int]] | None:
-    """Of replicas that part and are averaged from time to time: the first look after they parted, the one before, the
-    tensors that never are equal again, and the steps after which all others are. None if there are no such."""
-    by_step: dict[int, tuple[Look, set[int]]] = {}
-    for step in sorted(set.intersection(*({look.step for look in rank.looks if not look.end} for rank in ranks))):
-        looks = [look for rank in ranks if (look := _look_at(rank, step)) is not None]
-        if len(looks) == len(ranks):
-            by_step[step] = looks[0], set(_different(looks, numbers))
-    together = [step for step, (_, parted) in by_step.items() if not parted]
-    after = [step for step in by_step if together and step > max(together)]
-    if not after:
-        return None
-    always = set.intersection(*(by_step[step][1] for step in after))
-    averaged = [step for step in after[1:] if by_step[step][1] == always]
-    if not always or by_step[after[0]][1] == always or len(averaged) < _LOOKS:
-        return None
-    return by_step[after[0]][0], by_step[max(together)][0], sorted(always), averaged
-
-
-def _some(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps[:_SHOWN])) + (" and others" if len(steps) > _SHOWN else "")
 
 
 def _unlike_settings(ranks: Sequence[RankState], until: int) -> tuple[str, int, list[float]] | None:
