@@ -282,7 +282,7 @@ pictures.links.thresholds(machine="h100x8", devices=64, width=8192, inner=28672,
 #
 # With TP within the node it is *more*, not less. TP gathers 1/8 of the matrices, but each rank then has only its own
 # network adapter, where the ring of FSDP over whole nodes used all eight. The messages of TP come on top. On TPUs, each
-# axis has links of its own, and the best mix of both lowers the threshold to 4·α² / F. On GPUs, take TP for memory, or
+# axis has separate links, and the best mix of both lowers the threshold to 4·α² / F. On GPUs, take TP for memory, or
 # if there are more devices than sequences.
 #
 # EP does not depend on the batch either, except for latency. Small experts are bound by communication between nodes,

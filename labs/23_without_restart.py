@@ -82,7 +82,7 @@ print(f"no update for {pause:.1f} s; {twice} steps computed twice, which are {3 
 #
 # This cell writes `replica.py` next to the notebook. It is one replica, with the idea of
 # [torchft](https://github.com/meta-pytorch/torchft) in about 250 lines and without the package. Each replica is a
-# torchrun of its own: otherwise torchrun would terminate the others. This is the heart of it:
+# its own torchrun: otherwise torchrun would terminate the others. This is the heart of it:
 
 # %%
 script = starter("without_restart.recovery")

@@ -223,7 +223,7 @@ for size in (2 << 10, 64 << 10, 1 << 20, 8 << 20):
 # The short messages take about as long as each other: the call costs more than its bytes. It is the same on GPUs, by
 # NCCL's own constants: 7 to 8 µs per call in a ring before the first byte (`tuning.cc`), while 16 sequences of Llama 3
 # 70B send 256 KiB, which take 0.6 µs at 450 GB/s. With 160 all-reduces per token, latency decides. So decode splits
-# within a node only, and vLLM has an all-reduce of its own for short messages (`--disable-custom-all-reduce` turns it
+# within a node only, and vLLM has a special all-reduce for short messages (`--disable-custom-all-reduce` turns it
 # off). Prefill sends the same messages for thousands of tokens: there the bandwidth decides.
 #
 # </details>
@@ -231,7 +231,7 @@ for size in (2 << 10, 64 << 10, 1 << 20, 8 << 20):
 # ## The hang that everyone meets
 #
 # Can the trainer's ranks sample by themselves, with the weights sharded as they are? Run as a script, `sampler.py`
-# shards the model with FSDP2, and each rank generates a text of its own, until it ends: three tokens on rank 0, six on
+# shards the model with FSDP2, and each rank generates its own text, until it ends: three tokens on rank 0, six on
 # rank 1. **Predict** what each rank waits for, and where.
 
 # %%
@@ -258,7 +258,7 @@ print(together.logs(rank=0), together.logs(rank=1))
 # 8262](https://github.com/deepspeedai/DeepSpeed/issues/8262) of 2026 has it between student and teacher.
 #
 # It also is slow. A token reads all weights, and here they arrive over the link every time: for 8B parameters in bf16,
-# nearly 16 GB per token and rank. Gather once before the loop, or use a sampler with a layout of its own.
+# nearly 16 GB per token and rank. Gather once before the loop, or use a sampler with another layout.
 #
 # </details>
 #
