@@ -146,8 +146,8 @@ split.ledger()
 
 # %% [markdown]
 # Traffic is not the only criterion. Communication along `dp` can overlap with computation on a device that computes
-# while it sends: the next block is gathered while the current one computes. Communication along `tp` is exposed: the
-# next matrix product waits for it.
+# while it sends: the next block is gathered while the current one computes. Communication along `tp` is exposed in this
+# script: the next matrix product waits for it. [Lab 06](06_tensor_parallel.py) says what others overlap it with.
 
 # %%
 split.figure("timeline")
