@@ -8,7 +8,7 @@ cells, and a second thread answers questions meanwhile: where the rank is, which
 | asked (`do`) | answered |
 | --- | --- |
 | `run`: `cell` (a name), `code` | `done`: `seconds`, `peak`, `sent`, `calls`, `value`, `pictures`, `error`, `reports` |
-| `where` | `cell` and `line`, what it waits in (`call`, `pending`), `cpu` seconds of its process |
+| `where` | `cell` and `line`, what it waits in (`call`, `pending`), seconds in which it was busy (`cpu`) |
 | `variables` | `rows`: name, type, shape, dtype, device, bytes of each |
 | `complete`: `text` | `completed`: `names` of variables, or of attributes, that begin with it |
 | `inspect`: `name` | `inspected`: `text` on what it names, empty if that does not exist |
@@ -315,7 +315,7 @@ class Cells:
         frames = of_script(thread.frame() if thread else frame_of(threading.main_thread()))
         inside = [index for index, frame in enumerate(frames) if frame.filename in self._cells]
         if not self._cell or not inside:
-            return {"cell": "", "line": 0, "call": "", "pending": [], "cpu": time.process_time()}
+            return {"cell": "", "line": 0, "call": "", "pending": [], "cpu": _busy()}
         place = frames[inside[-1]]
         calls = [
             frame.name
@@ -328,7 +328,7 @@ class Cells:
             "line": place.lineno,
             "call": calls[0] if calls else "",
             "pending": pending,
-            "cpu": time.process_time(),  # of all threads: one of gloo's may be sending
+            "cpu": _busy(),
         }
 
     # ---- variables
@@ -562,6 +562,16 @@ def _synchronize() -> None:
     """Waits for what the cell has started on its GPU, whose time and errors are those of the cell."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def _busy() -> float:
+    """Seconds in which threads of this process computed, or were ready to while other processes had the cores: whoever
+    is short of them does not wait for a rank. All threads count, because one of gloo's may be sending."""
+    ready = 0.0
+    for thread in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):
+            ready += int(thread.read_text(encoding="ascii").split()[1]) / 1e9  # `proc-schedstat`: on a run queue
+    return time.process_time() + ready
 
 
 def _calls() -> int | None:
