@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -13,7 +14,34 @@ import pytest
 
 import labkit
 from labkit.analysis.foreign import opening
+from labkit.analysis.foreign.logged_steps import step_in
 from labkit.analysis.foreign.page import ForeignError, Page
+
+MEGATRON = (
+    " [2026-01-02 03:04:05] iteration      100/  500000 | consumed samples:  25600 | elapsed time per iteration (ms):"
+    " 250.3 | learning rate: 1.0E-04 | global batch size:   256 | lm loss: 2.345678E+00 | loss scale: 1.0 |"
+)
+STEPS = {  # lines of trainers, and what they say: step, loss, seconds
+    MEGATRON: (100, 2.345678, 0.2503),
+    "step: 10  loss:  7.1234  grad_norm:  1.2  memory: 30.10GiB(38.1%)  tps: 3,112  mfu: 40.1%": (10, 7.1234, None),
+    "iter 1200: loss 2.3100, time 120.30ms, mfu 10.12%": (1200, 2.31, 0.1203),
+    "steps: 100 loss: 2.3125 iter time (s): 0.250 samples/sec: 1024.0": (100, 2.3125, 0.25),
+    "Epoch: [2][ 10/500]\tTime  0.310 ( 0.55)\tData  0.000\tLoss 6.9e+00 (7.0e+00)": (1010, 6.9, 0.31),
+    "Step 1,000/5,000 - train_loss=0.125 - 4.0 it/s": (1000, 0.125, 0.25),
+    "{'step': 30, 'loss': nan, 'learning_rate': 5e-05}": (30, None, None),
+    "global_step=7 train/loss=-1.5 step_time=80 ms": (7, -1.5, 0.08),
+    "step 5 loss inf 2.00s/it": (5, float("inf"), 2.0),
+}
+NO_STEPS = (
+    "step 0: val loss 4.2",
+    "step 100 eval_loss: 1.0 test loss 2.0",
+    "loss 3.0",
+    "step 100 of 200",
+    "max_steps=1000 loss=1.0",
+    "iteration 12.5 loss 1.0",
+    "the loss of step one: 3",
+    "step 100 time: 12.5 s",  # of all steps, perhaps
+)
 
 SCRIPT = """
 import torch, torch.distributed as dist
@@ -28,6 +56,34 @@ for number in range(6):
     step(number)
     print(f"step {number} of rank {rank}", flush=True)
 """
+
+
+@pytest.mark.parametrize(("line", "said"), STEPS.items(), ids=range(len(STEPS)))
+def test_a_step_that_a_trainer_prints(line, said):
+    step, loss, seconds = step_in(line)
+    if said[1] is None:
+        assert (step, seconds) == (said[0], said[2]) and math.isnan(loss)
+    else:
+        assert (step, loss, seconds) == pytest.approx(said) if said[2] else (step, loss, seconds) == said
+
+
+@pytest.mark.parametrize("line", NO_STEPS)
+def test_a_line_that_is_about_no_step_of_training(line):
+    assert step_in(line) is None
+
+
+def test_losses_and_times_of_a_log_are_told(tmp_path):
+    lines = [
+        f"2026-01-02 03:04:{second:02} step {step} loss {8 / step}" for step, second in ((10, 0), (20, 5), (40, 25))
+    ]
+    found = page(tmp_path, "\n".join([*lines, "2026-01-02 03:04:30 step 50 loss nan", "step 60 loss nan"]))
+    told = found.figures["steps"][0]
+    assert [step["seconds"] for step in told] == [None, 0.5, 1.0, 0.5, None]
+    assert [step["loss"] for step in told] == [0.8, 0.4, 0.2, None, None]
+    (table,) = [table for table in found.tables if table.title == "Training"]
+    assert table.rows == (("the log", "10 to 60", "5", "0.8 to nan", "500 ms"),)
+    (finding,) = found.findings
+    assert finding.name == "nan_loss" and "in a step between 41 and 50" in finding.title
 
 
 @pytest.fixture(scope="module")

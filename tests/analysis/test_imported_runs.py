@@ -105,6 +105,16 @@ def test_logs_become_ranks_with_their_findings(tmp_path):
     assert finding.title in " ".join(command("show", "job")[1].split())
 
 
+def test_logged_steps_become_steps(tmp_path):
+    told = "".join(f"[rank1]: step {step}: loss {4 / step:.4f}, step time: 0.5 s\n" for step in range(10, 60, 10))
+    write_atomically(tmp_path / "job.out", f"[rank0]: no losses here\n{told}")
+    state = read(kept(tmp_path / "job.out"))
+    steps = state.ranks[1].steps
+    assert [*steps.step] == [10, 20, 30, 40, 50] and len(state.ranks[0].steps) == 0
+    assert steps.loss[0] == pytest.approx(0.4) and {*steps.seconds} == {0.5}
+    assert "0.08" in command("show", "job")[1]
+
+
 # ---- what cannot be kept
 
 

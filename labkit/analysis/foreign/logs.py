@@ -19,9 +19,12 @@ from labkit.analysis.diagnose.finding import Finding, shorter
 from labkit.analysis.diagnose.known_errors import KnownError, known_in
 from labkit.analysis.foreign import nccl
 from labkit.analysis.foreign.chrome import Content
+from labkit.analysis.foreign.logged_steps import Logged, finite, first_not_finite, step_events, step_in, timed
 from labkit.analysis.foreign.page import ForeignError, Page, Table, present
+from labkit.analysis.metrics import median
 from labkit.common.reading import open_regular
-from labkit.common.units import counted, ranks_in_words
+from labkit.common.units import counted, milliseconds, ranks_in_words
+from labkit.record.events import OfRank
 from labkit.record.ranks import PEER_GONE
 from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped, error_in, place
 
@@ -32,6 +35,7 @@ _MOST_SPEAKERS = 1 << 16
 _MOST_ERRORS = 8  # of a speaker
 _MOST_EVENTS = 4096  # lines of Slurm, Kubernetes, watchdogs and torchrun that are kept of a file
 _MOST_LINES = 400  # of a traceback
+_MOST_STEPS = 100_000  # of a speaker
 _YEAR = 31_556_952  # seconds
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -149,6 +153,7 @@ class Speaker:
     whole: list[str] = field(default_factory=list)  # the tracebacks before it in its chain
     begun: int = 0  # number of the line at which it began
     message: Failure | None = None  # whose message may go on
+    steps: dict[int, Logged] = field(default_factory=dict)  # of training
 
     @property
     def time(self) -> float | None:
@@ -298,6 +303,9 @@ class _Reader:
             speaker.lines += 1
             speaker.last, speaker.ended = text, log.lines
         self._add_traceback(speaker, text)
+        if ("oss" in text or "ime" in text) and (trained := step_in(text)) and len(speaker.steps) < _MOST_STEPS:
+            step, loss, seconds = trained
+            speaker.steps[step] = Logged(loss, seconds, speaker.time)
         if "NCCL" in text:
             log.nccl.add(text)
         if "atchdog" in text or "last enqueued" in text:
@@ -576,6 +584,16 @@ class Job:
                     found.append(by_rank[rank])
 
     @property
+    def steps(self) -> dict[int, dict[int, Logged]]:
+        """By rank the steps that it has told; a job whose lines do not say their rank has told them as rank 0."""
+        steps: dict[int, dict[int, Logged]] = {}
+        for speaker in self.speakers:
+            rank = speaker.rank if speaker.rank is not None else 0 if not self.ranks else None
+            if speaker.steps and rank is not None:
+                steps.setdefault(rank, {}).update(speaker.steps)
+        return dict(sorted(steps.items()))
+
+    @property
     def ranks(self) -> list[int]:
         """The ranks that are known by number."""
         of_nccl = self.nccl.largest.hosts if self.nccl.largest else {}
@@ -625,15 +643,21 @@ def explain(logs: Sequence[Log]) -> Page:
     title = f"{counted(len(logs), 'log')} of a job · {counted(sum(log.lines for log in logs), 'line')}"
     title += f" · {counted(len(ranks), 'rank')}" if ranks else ""
     title += " · Slurm" if job.slurm else ""
-    tables = [_failure_table(job), _rank_table(job), *nccl.tables(job.nccl)]
+    tables = [_failure_table(job), _step_table(job), _rank_table(job), *nccl.tables(job.nccl)]
     return Page(
         title=title,
         findings=[*_findings(job)],
         tables=[table for table in tables if table.rows],
         notes=[*_notes(job)],
         figures=_figures(job),
-        events=partial(present, [*ranks]),
+        events=partial(_events, ranks, job.steps),
     )
+
+
+def _events(ranks: Sequence[int], steps: Mapping[int, Mapping[int, Logged]]) -> Iterator[OfRank]:
+    yield from present(sorted({*ranks, *steps}))
+    for rank, of_rank in steps.items():
+        yield from step_events(rank, of_rank)
 
 
 def _findings(job: Job) -> Iterator[Finding]:
@@ -646,9 +670,36 @@ def _findings(job: Job) -> Iterator[Finding]:
     yield from found
     yield from _stopped(job, after_failure=any(not failure.follows for failure in job.failures))
     yield from _timeouts(job)
+    yield from _not_finite(job)
     if not explains:
         yield from wrong if not any(not failure.follows for failure in job.failures) else ()
     yield from (finding for finding in of_nccl if finding.kind != "wrong")
+
+
+def _not_finite(job: Job) -> Iterator[Finding]:
+    """The first loss that has no value."""
+    lost = {rank: found for rank, steps in job.steps.items() if (found := first_not_finite(steps))}
+    if not lost:
+        return
+    rank = min(lost, key=lambda number: lost[number][0])
+    step, loss = lost[rank]
+    steps = job.steps[rank]
+    before = [known for known in sorted(steps) if known < step and steps[known].loss is not None]
+    when = f"in step {step:,}"
+    evidence = f"rank {rank}: loss {loss:g} {when}"
+    if before:
+        evidence += f", and {steps[before[-1]].loss:g} in step {before[-1]:,}"
+        when = when if before[-1] == step - 1 else f"in a step between {before[-1] + 1:,} and {step:,}"
+    yield Finding(
+        "nan_loss",
+        "wrong",
+        f"the loss becomes {loss:g} {when}" if before else f"the loss is {loss:g} from the first line on",
+        evidence,
+        "an overflow or a division by zero: the learning rate is too high, fp16 has no loss scaling, or data are bad",
+        "go back to the checkpoint before; skip the batches of these steps, lower the learning rate or clip gradients;"
+        " torch.autograd.set_detect_anomaly(True) names the operation",
+        (rank,),
+    )
 
 
 def _alike(failure: Failure) -> tuple[str, str]:
@@ -853,6 +904,25 @@ def _rank_table(job: Job) -> Table:
     )
 
 
+def _step_table(job: Job) -> Table:
+    """What each rank has told of its training."""
+    rows = []
+    for rank, told in [*job.steps.items()][:_SHOWN]:
+        steps = timed(told)
+        losses = [logged.loss for logged in steps.values() if logged.loss is not None]
+        seconds = [logged.seconds for logged in steps.values() if logged.seconds is not None]
+        rows.append(
+            (
+                f"rank {rank}" if job.ranks else "the log",
+                f"{min(steps):,} to {max(steps):,}",
+                f"{len(steps):,}",
+                f"{losses[0]:.4g} to {losses[-1]:.4g}" if losses else "–",
+                milliseconds(median(seconds)) if seconds else "–",
+            )
+        )
+    return Table("Training", ("who", "steps", "lines", "loss", "per step (median)"), tuple(rows))
+
+
 def _clock(seconds: float | None) -> str:
     if seconds is None:
         return "–"
@@ -906,6 +976,13 @@ def _figures(job: Job) -> dict[str, Any]:
             {"rank": rank, "group": timeout.group, "op": timeout.op, "number": timeout.number}
             for rank, timeout in sorted(job.timeouts.items())
         ],
+        "steps": {
+            rank: [
+                {"step": step, "loss": finite(logged.loss), "seconds": logged.seconds}
+                for step, logged in timed(steps).items()
+            ]
+            for rank, steps in job.steps.items()
+        },
         "scheduler": [*job.slurm, *job.kubernetes][:256],
         "nccl": nccl.figures(job.nccl) if job.nccl else None,
     }
