@@ -105,7 +105,7 @@ class Looks:
             patches.wrap("looks", f"torch.nn.utils.{name}", self._clipping)
 
     def _fresh(self) -> None:
-        self._held: tuple[int, list[Any]] | None = None  # what is tracked, from backward on, and of how many models
+        self._held: tuple[int, list[Any]] | None = None  # what is tracked, and of how many models, as step() found it
         self._drawn: dict[str, str] | None = None
         self._new_order = False
         self._step: dict[str, Any] = {}
@@ -219,7 +219,6 @@ class Looks:
     def _look_first(self) -> None:
         self._began, self._since = time.perf_counter(), clock.SystemMoment.now().ns
         self._write(0, self._tensors())
-        self._held = None
 
     def _remember_random(self) -> None:
         self._drawn = self._random_states()
@@ -239,13 +238,14 @@ class Looks:
             return _random_states()
 
     def _keep_gradients(self) -> None:
-        self._held = None
         self._gradients = self._sums(
             [parameter.grad for *_, parameter in self._tensors() if parameter.grad is not None]
         )
 
     def _look_before(self, optimizer: torch.optim.Optimizer) -> None:
+        known = self._known_models()
         tensors = self._tensors()
+        self._held = known, tensors
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         with_gradient = [parameter for *_, parameter in tensors if parameter.grad is not None]
         if not with_gradient:
@@ -285,7 +285,8 @@ class Looks:
 
     def _look(self, step: int) -> None:
         if not self._profiles():
-            self._write(step, self._tensors())
+            known, tensors = self._held or (0, [])
+            self._write(step, tensors if known == self._known_models() else self._tensors())
         self._fresh()
 
     def _next(self, step: int) -> int:
@@ -391,17 +392,18 @@ class Looks:
                 known |= parameters
         return found
 
+    def _known_models(self) -> int:
+        return len(self._wrappers) + len(self._watch.models)
+
     def _tensors(self) -> list[tuple[int, str, str, torch.Tensor]]:
-        """The model, name, role and tensor of what is tracked; found once per step, after its last backward."""
-        known = len(self._wrappers) + len(self._watch.models)
-        if self._held is None or self._held[0] != known:
-            found = [
-                (number, name, role, tensor)
-                for number, model in enumerate(self._models())
-                for name, role, tensor in _parts(model)
-            ]
-            self._held = known, found[:: math.ceil(len(found) / _TENSORS)] if found else []
-        return self._held[1]
+        """The model, name, role and tensor of what is tracked. Within backward, FSDP2 may have whole parameters in
+        place of shards."""
+        found = [
+            (number, name, role, tensor)
+            for number, model in enumerate(self._models())
+            for name, role, tensor in _parts(model)
+        ]
+        return found[:: math.ceil(len(found) / _TENSORS)] if found else []
 
     def _track(self, tensors: list[Any]) -> None:
         which = [(number, name, tensor.shape) for number, name, _, tensor in tensors]
@@ -548,6 +550,8 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(0)
     if mine.is_complex():
         mine = torch.view_as_real(mine)
+    if not mine.untyped_storage().nbytes():  # freed by its wrapper
+        return torch.zeros(0)
     if not mine.is_contiguous() and not _is_dense(mine):
         mine = mine.flatten()[:_ELEMENTS]
     every = max(1, math.ceil(mine.numel() / _ELEMENTS))
