@@ -213,7 +213,11 @@ class _Execution:
 
     def run(self, work: Path, recorded: Path | None) -> None:
         client = NotebookClient(
-            self._notebook, km=_manager(work.parent), timeout=_PATIENCE, resources={"metadata": {"path": str(work)}}
+            self._notebook,
+            km=_manager(work.parent),
+            timeout=_PATIENCE,
+            resources={"metadata": {"path": str(work)}},
+            coalesce_streams=True,  # a line that arrives in two parts is one line
         )
         try:
             # the kernel's own messages, not cell outputs
