@@ -324,8 +324,8 @@ job.figure("memory_of_step")  # of the last run: offload
 #
 # A sum by kind does not say which *line* of a script holds the memory. On CUDA, the allocator can: between
 # `torch.cuda.memory._record_memory_history()` and `_dump_snapshot("memory.pickle")` it writes down each block that it
-# hands out and gets back, with the stack of that moment. It costs microseconds per block, and is what to do first when
-# a job runs out of memory after an hour.
+# hands out and gets back, with the stack of that moment. That is what to do first when a job runs out of memory after
+# an hour.
 #
 # The next cell writes such a snapshot next to this notebook. It is **recorded, not from this machine**: torch's own
 # allocator on a simulated device, which computes nothing. Of the script:

@@ -944,7 +944,7 @@ def _notes(job: Job) -> Iterator[str]:
         yield (
             "The lines do not say of which rank they are: start with torchrun --log-dir DIR --tee 3, or srun --label."
         )
-    if not job.failures and not job.timeouts and not job.slurm and not job.kubernetes:
+    if not (job.failures or job.timeouts or job.slurm or job.kubernetes or any(_not_finite(job))):
         yield "No error is in these lines. A job that hangs leaves its last lines; the flight recorder says more."
     follow = bool(job.failures) and all(failure.follows for failure in job.failures)
     if follow and not job.timeouts and _cancelled(job) is None:
