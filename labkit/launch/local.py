@@ -121,7 +121,7 @@ def standing_environment() -> dict[str, str]:
 def _environment(spec: Spec, folder: RunFolder, node: Node | None) -> dict[str, str]:
     common = probe_environment(spec, folder) | (ras.environment() if spec.device == "cuda" else {})
     if node is not None:
-        added = common | {"LABKIT_LOGS": str(folder.logs)}
+        added = common | {"LABKIT_LOGS": str(folder.logs), "PET_RDZV_ENDPOINT": node.endpoint}
         # by default gloo looks up the name of its host, which on many machines is an address that only they reach
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(_address(node))
         return added | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})

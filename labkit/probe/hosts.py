@@ -1,4 +1,4 @@
-"""Ranks on several nodes: the workers' store on loopback, the hosts of all ranks, and nodes that are cut off."""
+"""Where ranks meet: the port of their store, the hosts of all ranks, and nodes that are cut off."""
 
 from __future__ import annotations
 
@@ -23,87 +23,130 @@ from labkit.probe.journal import Journal
 from labkit.probe.lifetime import exit_process
 from labkit.probe.patches import Patches
 
-# ---- the workers' store on loopback
+# ---- the workers' store on a port that nobody else has
 
 
 LOOPBACK = "127.0.0.1"
 _LOOK = 0.02  # seconds between two polls for the port
-_PATIENCE = 300.0  # seconds to wait for the port if the script sets no timeout
+_PATIENCE = timedelta(seconds=300)  # for the port if the script sets no timeout
+_moved: dict[int, int] = {}  # ports of this process's stores by the port that was asked for
 
 
-def keep_stores_local(patches: Patches, run: str | os.PathLike[str]) -> None:
-    """Binds the stores of `init_process_group` to loopback if the run has one node (LABKIT_LOOPBACK=1, set by the
-    launcher).
+def place_stores(patches: Patches, run: str | os.PathLike[str]) -> None:
+    """Lets rank 0 open the stores of `init_process_group` on a port of the system's choice, and the others find it.
 
-    `run` is the run folder.
+    What torchrun found free, another process may take while the ranks start. The store is on loopback if the run has
+    one node (LABKIT_LOOPBACK=1, set by the launcher), where `run` is the folder that tells the port; ranks of several
+    nodes, which write their own logs (LABKIT_LOGS), tell it through torchrun's rendezvous (PET_RDZV_ENDPOINT).
     """
-    if os.environ.get("LABKIT_LOOPBACK") == "1" and dist.is_available():
-        patches.wrap(
-            "loopback", "torch.distributed.rendezvous.TCPStore", lambda store: _local_store(store, Path(run) / "stores")
-        )
+    if not dist.is_available() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's own store
+        return
+    ports: _Folder | _Rendezvous
+    if os.environ.get("LABKIT_LOOPBACK") == "1":
+        ports = _Folder(Path(run) / "stores")
+    elif {"LABKIT_LOGS", "PET_RDZV_ENDPOINT", "MASTER_ADDR"} <= os.environ.keys():
+        ports = _Rendezvous(os.environ["PET_RDZV_ENDPOINT"], os.environ["MASTER_ADDR"])
+    else:
+        return
+    patches.wrap("stores", "torch.distributed.rendezvous.TCPStore", lambda store: _placed(store, ports))
 
 
-def _local_store(make_store: Any, folder: Path) -> Any:
+class _Folder:
+    """Ports of stores between the ranks of one machine, as files."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._attempt = folder, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+    def address_of(self, host: str) -> str | None:
+        """The address of the ranks' store if `host` names it, otherwise None."""
+        # the last may query DNS
+        here = host in (LOOPBACK, "localhost", "::1") or host in (socket.gethostname(), socket.getfqdn())
+        return LOOPBACK if here else None
+
+    def listen(self) -> socket.socket:
+        return socket.create_server((LOOPBACK, 0), backlog=socket.SOMAXCONN)
+
+    def tell(self, name: str, port: int) -> None:
+        """Writes the port atomically."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        half = self._file(name).with_suffix(".half")
+        half.write_text(str(port), encoding="ascii")
+        half.replace(self._file(name))
+
+    def ask(self, name: str, patience: timedelta) -> int | None:
+        """The port that rank 0 told; None if it told none within `patience`."""
+        last = time.monotonic() + patience.total_seconds()
+        while not self._file(name).is_file():
+            if time.monotonic() > last:
+                return None
+            time.sleep(_LOOK)
+        return int(self._file(name).read_text(encoding="ascii"))
+
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{self._attempt}-{name}"
+
+
+class _Rendezvous:
+    """Ports of stores between the ranks of several nodes, in the store through which their torchruns met.
+
+    Nodes count restarts differently, but each attempt asks for another port.
+    """
+
+    def __init__(self, endpoint: str, rank_0: str):
+        host, _, port = endpoint.rpartition(":")
+        self._endpoint, self._rank_0 = (host.strip("[]"), int(port)), rank_0
+
+    def address_of(self, host: str) -> str | None:
+        """The address of the ranks' store if `host` names it, otherwise None."""
+        return host if host == self._rank_0 else None
+
+    def listen(self) -> socket.socket:
+        """On all interfaces, as torch's own store."""
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
+
+    def tell(self, name: str, port: int) -> None:
+        self._store(_MEETING_PATIENCE).set(f"labkit/store/{name}", str(port))
+
+    def ask(self, name: str, patience: timedelta) -> int | None:
+        """The port that rank 0 told; None if it told none within `patience`, or the store is gone."""
+        try:
+            return int(self._store(patience).get(f"labkit/store/{name}"))
+        except RuntimeError:  # what torch raises for both
+            return None
+
+    def _store(self, patience: timedelta) -> dist.TCPStore:
+        return dist.TCPStore(*self._endpoint, is_master=False, timeout=patience, wait_for_workers=False)
+
+
+def _placed(make_store: Any, ports: _Folder | _Rendezvous) -> Any:
     # stores of this process by requested port; every rank creates them in the same order
     made: Counter[int] = Counter()
 
-    def local_store(host_name: str, port: int, *args: Any, is_master: bool = False, **kwargs: Any) -> Any:
-        if not _is_here(host_name) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's own store
+    def placed_store(host_name: str, port: int, *args: Any, is_master: bool = False, **kwargs: Any) -> Any:
+        address = ports.address_of(host_name)
+        if address is None:
             return make_store(host_name, port, *args, is_master=is_master, **kwargs)
         made[port] += 1
-        place = folder / f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{port}-{made[port]}"
+        name = f"{port}-{made[port]}"
         if not is_master:
-            timeout = kwargs.get("timeout")
-            actual = _read_port(place, timeout.total_seconds() if timeout else _PATIENCE)
-            return make_store(LOOPBACK, actual or port, *args, is_master=False, **kwargs)
-        listener = _listen()
+            _moved[port] = ports.ask(name, kwargs.get("timeout") or _PATIENCE) or port
+            return make_store(address, _moved[port], *args, is_master=False, **kwargs)
+        listener = ports.listen()
         try:
+            _moved[port] = listener.getsockname()[1]
             # libuv in torch 2.6 accepts no socket
             own = {"is_master": True, "master_listen_fd": listener.fileno(), "use_libuv": False}
-            _write_port(place, listener.getsockname()[1])
-            store = make_store(LOOPBACK, listener.getsockname()[1], *args, **kwargs | own)
+            ports.tell(name, _moved[port])
+            store = make_store(address, _moved[port], *args, **kwargs | own)
         except BaseException:
             listener.close()
             raise
         listener.detach()  # now owned by the store
         return store
 
-    return local_store
-
-
-def _is_here(host: str) -> bool:
-    # the last may query DNS
-    return host in (LOOPBACK, "localhost", "::1") or host in (socket.gethostname(), socket.getfqdn())
-
-
-def _listen() -> socket.socket:
-    """A listening socket on loopback, on a port chosen by the system."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.bind((LOOPBACK, 0))
-        listener.listen(socket.SOMAXCONN)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _write_port(place: Path, port: int) -> None:
-    """Writes the port atomically."""
-    place.parent.mkdir(mode=0o700, exist_ok=True)
-    half = place.with_suffix(".half")
-    half.write_text(str(port), encoding="ascii")
-    half.replace(place)
-
-
-def _read_port(place: Path, patience: float) -> int | None:
-    """The port that rank 0 wrote; None if it wrote none within `patience` seconds."""
-    last = time.monotonic() + patience
-    while not place.is_file():
-        if time.monotonic() > last:
-            return None
-        time.sleep(_LOOK)
-    return int(place.read_text(encoding="ascii"))
+    return placed_store
 
 
 # ---- notices a node that is cut off
@@ -221,8 +264,9 @@ def exchange(journal: Journal) -> None:
 
 def connected(timeout: timedelta) -> dist.TCPStore:
     """A connection to the store of the ranks."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    port = int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    return dist.TCPStore(address, _moved.get(port, port), is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def difference(every: Mapping[int, Mapping[str, str]]) -> str:

@@ -63,7 +63,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     # P2POp compares with the functions of distributed_c10d
     "sends": {f"{_DISTRIBUTED}.{name}": (f"{_GROUPS}.{name}",) for name in ("send", "isend", "recv", "irecv")},
     "tensors": {f"{_OPTIMIZERS}.register_optimizer_step_pre_hook": ()},
-    "loopback": {f"{_DISTRIBUTED}.rendezvous.TCPStore": ()},
+    "stores": {f"{_DISTRIBUTED}.rendezvous.TCPStore": ()},
     "processes": {"multiprocessing.process.BaseProcess.start": (), "subprocess.Popen.__init__": ()},
 }
 _PART = "labkit_part"  # attribute of a wrapper

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit.probe import lifetime
-from labkit.probe.hosts import keep_stores_local
+from labkit.probe.hosts import place_stores
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.lifetime import exit_process, leave
 from labkit.probe.memory import keep_memory
@@ -199,7 +199,7 @@ class Watched:
                 self._tensors = Guard(self.journal, "tensors")(
                     keep_tensors, self._watch, self.journal, patches, run, _number("RANK")
                 )
-        Guard(self.journal, "loopback")(keep_stores_local, patches, run)
+        Guard(self.journal, "stores")(place_stores, patches, run)
         self._watch_exit()
 
     @property

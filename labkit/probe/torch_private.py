@@ -40,7 +40,7 @@ LOST = {
     "halves of backward": "the losses and most backward passes of zero-bubble pipelines are not measured",
     "looks": "replicas that differ, steps without effect and the like are not found",
     "loss shares": "the loss of a step with several backwards is their mean, even if the script scales them itself",
-    "loopback": "the store of the ranks listens on every interface",
+    "stores": "the store of the ranks listens on every interface, on a port that another process may take before",
     "memory curves": "profiled steps have no memory curve",
     "metrics": "values that the script reports are not recorded",
     "open records": "a profile may write to freed memory, so steps are not profiled",
