@@ -6,6 +6,9 @@ sum of their absolute values. Replicas that were updated alike have equal sums, 
 other sums than before. A tensor is represented by at most `_ELEMENTS` elements, so a difference in a few rows of a
 large one may be missed.
 
+Where a script sends between steps, such as to average parameters, the sums of its models, if no wrapper synchronises
+them, are written once more as a `between` event when the next step begins.
+
 Within the steps of a look, gradients are read before and after what the script does to them, and the states of the
 random number generators when the samples are there and when backward begins. On a GPU every number arrives by an
 asynchronous copy and is written later, so that nothing waits.
@@ -57,6 +60,7 @@ _EVERY = 64
 _RAREST = 1 << 16  # steps
 _COST = 0.001  # of the time of training, for looks after the early ones
 _TENSORS, _ELEMENTS = 384, 128
+_BETWEEN = 12  # events at most
 _GROUPS = 8  # parameter groups of an optimizer whose settings are recorded
 _NODES = 12  # operations between backward's root and the mean of the loss
 _UNSET = re.compile(r"""(?:environ(?:\.get)?\s*[\[(]|getenv\()\s*["']([A-Z][A-Z0-9_]*)["']""")
@@ -94,6 +98,9 @@ class Looks:
         self._due, self._every = 1, _EVERY
         self._began = self._spent = self._spent_before = 0.0
         self._since, self._over, self._ordered = 0, False, False
+        self._calls_before: dict[str, int] = {}  # at the beginning of a step that is looked at
+        self._calls_after: dict[str, int] | None = None  # at the end of a step, until the next one begins
+        self._sends_within, self._between = True, _BETWEEN
         self._sent: bool | None = None
         self._unsynchronised = False
         self._used: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Gradient] = weakref.WeakKeyDictionary()
@@ -141,8 +148,7 @@ class Looks:
 
     def forward_begins(self) -> None:
         """A model is called to train: its parameters are those that it starts with, and still sharded."""
-        if not self._since:
-            self._timed(self._look_first)
+        self._begins()
         self.samples_are_there()
 
     def samples_are_there(self) -> None:
@@ -153,11 +159,16 @@ class Looks:
 
     def backward_begins(self, made_by: Edge | None) -> None:
         """Backward begins from a loss that the operation `made_by` computed."""
-        if not self._since:  # no forward was seen, such as that of a compiled model
-            self._timed(self._look_first)
+        self._begins()  # no forward was seen, such as that of a compiled model
         self._guard(self._gradients_before)
         if self.now:
             self._timed(self._look_at_loss, made_by)
+
+    def _begins(self) -> None:
+        if not self._since:
+            self._timed(self._look_first)
+        elif self._calls_after is not None:
+            self._timed(self._look_between)
 
     def backward_ends(self) -> None:
         """Gradients are as backward, and what the wrapper sends in it, made them."""
@@ -219,6 +230,24 @@ class Looks:
     def _look_first(self) -> None:
         self._began, self._since = time.perf_counter(), clock.SystemMoment.now().ns
         self._write(0, self._tensors())
+        self._calls_before = _calls()
+
+    def _look_between(self) -> None:
+        before, self._calls_after = self._calls_after, None
+        calls = _calls()
+        if self.now:
+            self._calls_before = calls
+        if calls == before or self._watch.memory_is_profiled or self._profiles():
+            return
+        if self._wrappers or any(map(_is_sharded, self._models())):
+            self._between = 0
+            return
+        tensors = self._tensors()
+        self._track(tensors)
+        sums = self._sums([tensor for *_, tensor in tensors])
+        if sums is not None:
+            step, self._between = self._watch.finished, self._between - 1
+            self._soon(sums, lambda rows: self._journal.write("between", step=step, sums=rows))
 
     def _remember_random(self) -> None:
         self._drawn = self._random_states()
@@ -277,11 +306,19 @@ class Looks:
         """A step is over."""
         if self._late:
             self._timed(self._read, False)
-        if step >= self._due:
+        looked = step >= self._due
+        if self._between and (looked or not self._sends_within):
+            self._guard(self._count_calls, looked)
+        if looked:
             self._timed(self._look, step)
             self._due = self._next(step)
         elif self._drawn is not None or self._new_order:
             self._fresh()
+
+    def _count_calls(self, looked: bool) -> None:
+        self._calls_after = _calls()
+        if looked:
+            self._sends_within = self._calls_after != self._calls_before
 
     def _look(self, step: int) -> None:
         if not self._profiles():

@@ -488,6 +488,14 @@ class Look(OfRank, tag_field="kind", tag="look"):
     calls: Annotated[dict[Name, Count], Meta(max_length=10_000)] = {}
 
 
+class Between(OfRank, tag_field="kind", tag="between"):
+    """The sums of the tracked tensors, as in a `Look`, where the next step begins after step `step`, if collectives
+    were called in between."""
+
+    step: Count
+    sums: Annotated[list[tuple[float, float]], Meta(max_length=10_000)]
+
+
 class Operation(Recorded):
     """The calls of one collective in a step, the bytes of their tensors, and the bytes that this rank sent."""
 
@@ -773,6 +781,7 @@ Event: TypeAlias = (
     | Replica
     | Tracked
     | Look
+    | Between
     | Traffic
     | Timeline
     | MemoryStep

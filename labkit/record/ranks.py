@@ -16,6 +16,7 @@ from labkit.common.units import counted
 from labkit.record.documents import Failure, Imported, Status
 from labkit.record.events import (
     Batch,
+    Between,
     Called,
     Error,
     Input,
@@ -103,6 +104,7 @@ class RankState:
     saw: list[Seen] = field(default_factory=list)
     tracked: Tracked | None = None
     looks: list[Look] = field(default_factory=list)
+    between: list[Between] = field(default_factory=list)
     steps: Steps = field(default_factory=Steps)
     losses: dict[int, OtherLosses] = field(default_factory=dict)
     optimizers: dict[int, str] = field(default_factory=dict)

@@ -165,7 +165,7 @@ class RunState:
         rank.started, rank.ended, rank.exit_code, rank.error, rank.activity = event.t, None, None, None, None
         rank.called = None
         rank.waiting, rank.not_finite, rank.saw, rank.timelines, rank.left_at = None, None, [], {}, ""
-        rank.tracked, rank.looks = None, []
+        rank.tracked, rank.looks, rank.between = None, [], []
         rank.began, rank.startup = event.began, {}
 
     def _on_startup(self, event: events.Startup) -> None:
@@ -249,13 +249,18 @@ class RunState:
 
     def _on_tracked(self, event: events.Tracked) -> None:
         rank = self._rank(event)
-        rank.tracked, rank.looks = event, []
+        rank.tracked, rank.looks, rank.between = event, [], []
 
     def _on_look(self, event: events.Look) -> None:
         looks = self._rank(event).looks
         looks.append(event)
         if len(looks) > _LOOKS:
             del looks[_LOOKS // 2]
+
+    def _on_between(self, event: events.Between) -> None:
+        between = self._rank(event).between
+        if len(between) < _LOOKS:
+            between.append(event)
 
     def _on_activity(self, event: events.Activity) -> None:
         self._rank(event).activity = event.name
@@ -507,6 +512,7 @@ _HANDLERS: dict[type, Callable[[RunState, Any], None]] = {
     events.Replica: RunState._on_replica,
     events.Tracked: RunState._on_tracked,
     events.Look: RunState._on_look,
+    events.Between: RunState._on_between,
     events.Traffic: RunState._on_traffic,
     events.Timeline: RunState._on_timeline,
     events.MemoryStep: RunState._on_memory_step,

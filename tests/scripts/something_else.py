@@ -119,6 +119,56 @@ def average(every):
     train(model, each=averaged)
 
 
+def average_some(chosen, every):
+    """Replicas of which the parameters whose name is `chosen` are averaged after every so many steps."""
+    group()
+    model = net()
+
+    def averaged(step):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters() if step % every == 0 else ():
+                if chosen(name):
+                    dist.all_reduce(parameter)
+                    parameter /= RANKS
+
+    train(model, each=averaged)
+
+
+@case
+def averaged_without_the_head():
+    average_some(lambda name: name.startswith("0."), every=2)
+
+
+@case
+def averaged_without_biases():
+    average_some(lambda name: name.endswith("weight"), every=3)
+
+
+@case
+def averaged_one_tensor():
+    average_some(lambda name: name == "2.weight", every=1)
+
+
+@case
+def healthy_averaging_in_turns():
+    """Another layer after each step."""
+    group()
+    model = net()
+
+    def averaged(step):
+        with torch.no_grad():
+            for parameter in model[step % 2 * 2].parameters():
+                dist.all_reduce(parameter)
+                parameter /= RANKS
+
+    train(model, each=averaged)
+
+
+@case
+def healthy_averaging_every_fifth_step():
+    average(every=5)
+
+
 @case
 def healthy_averaging():
     average(every=4)

@@ -16,7 +16,7 @@ from labkit.record.ranks import PEER_GONE
 from labkit.record.state import per_revision
 
 if TYPE_CHECKING:
-    from labkit.record.events import Look, TrackedModel, TrackedTensor
+    from labkit.record.events import Between, Look, TrackedModel, TrackedTensor
     from labkit.record.ranks import RankState
     from labkit.record.state import RunState
 
@@ -121,7 +121,11 @@ def replicas_differ(state: RunState) -> Iterator[Finding]:
     for ranks, ddp in _replicas(state):
         parameters, buffers = (_names(ranks[0], role) for role in ("parameter", "buffer"))
         parameters = parameters | _names(ranks[0], "frozen")
-        if found := _parting(ranks, parameters):
+        if ddp is None and (averaging := _averaged(ranks, parameters)):
+            steps, never = averaging
+            if never:
+                yield _averaged_in_part(ranks, steps, never)
+        elif found := _parting(ranks, parameters):
             first, before, parted = found
             if told := _drift(ranks, ddp, first, parted):
                 yield _drifted(ranks, first, before, parted, *told)
@@ -506,6 +510,21 @@ def _between_steps(ranks: Sequence[RankState]) -> bool:
             if backward and profiled.comm:
                 begun.append(max(call.start for call in profiled.comm) < min(backward))
     return bool(begun) and all(begun)
+
+
+def _averaged_in_part(ranks: list[RankState], steps: Sequence[int], never: Sequence[int]) -> Finding:
+    shown = ", ".join(map(str, steps[:_SHOWN])) + (" and others" if len(steps) > _SHOWN else "")
+    return Finding(
+        name="replicas_differ",
+        kind="wrong",
+        title=f"some parameters on {ranks_in_words([rank.rank for rank in ranks])} are averaged between steps, and"
+        " others part for good",
+        evidence=f"after the communication that follows steps {shown}, sums of {_parameters(_called(ranks[0], never))}"
+        " differ, and those of the other parameters, which had parted, are equal",
+        cause="the script averages the other parameters from time to time, and not these",
+        fix="average everything that the optimizer updates, for instance in a loop over model.parameters()",
+        ranks=tuple(rank.rank for rank in ranks),
+    )
 
 
 def _drifted(
@@ -948,7 +967,21 @@ def parted_names(ranks: Sequence[RankState], step: int) -> list[str]:
     return _called(ranks[0], _apart(ranks, step, _names(ranks[0], "parameter")))
 
 
-def _different(looks: Sequence[Look], numbers: set[int]) -> list[int]:
+def _averaged(ranks: Sequence[RankState], numbers: set[int]) -> tuple[list[int], list[int]] | None:
+    """The steps after which replicas that had parted came together again, at least some of their tensors; and the
+    tensors that never did. None if that is not known to happen."""
+    count = len(_tensors(ranks[0]))
+    between = [{found.step: found for found in rank.between if len(found.sums) == count} for rank in ranks]
+    apart_after = {}
+    for step in sorted(set.intersection(*map(set, between))):
+        looked_at = max((look.step for look in _in_steps(ranks[0]) if look.step <= step), default=0)
+        apart = _different([found[step] for found in between], numbers)
+        if set(_apart(ranks, looked_at, numbers)) - set(apart):
+            apart_after[step] = set(apart)
+    return (list(apart_after), sorted(set.intersection(*apart_after.values()))) if len(apart_after) >= _LOOKS else None
+
+
+def _different(looks: Sequence[Look | Between], numbers: set[int]) -> list[int]:
     found = []
     for number in sorted(numbers):
         sums = [look.sums[number] for look in looks]
