@@ -256,7 +256,7 @@ EXERCISES: dict[str, Exercise] = {
         " tensor * 4 * micro_batches * numbers * blocks / pipeline`.",
     ),
     "trainer": Exercise(
-        "A trainer on a mesh", _trainer, solution("mesh", "groups", "Training"), given="mesh_training.py"
+        "A trainer on a mesh", _trainer, solution("mesh", "groups", "Training"), given="mesh_training.py", runs="script"
     ),
     "layout": Exercise(
         "A layout for 13B on two nodes",

@@ -174,5 +174,6 @@ EXERCISES = {
         "The names and the dimension of the positions differ between learners; the verdict on an empty answer has"
         f" them.\n\n{solution('plan', 'parallelize')}",
         task=_task,
+        runs="code",
     ),
 }

@@ -84,5 +84,6 @@ EXERCISES = {
         _loader,
         solution("loader", "Loader", "Stream"),
         given="shard_stream.py",
+        runs="code",
     ),
 }
