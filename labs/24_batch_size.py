@@ -26,7 +26,7 @@
 # about 1 minute on two cores.
 
 # %%
-from labkit import check, pictures
+from labkit import check, guess, pictures
 
 # %load_ext labkit
 
@@ -183,7 +183,10 @@ check("batch_size.noise", noise_scale)
 # ## Steps and samples to the same loss
 #
 # Now the question itself. For each global batch, the cell trains with seven learning rates and counts the steps until
-# the best one has a loss of 0.3. **Predict:** batch 2 needs about 400 steps. How many does 8 need? And 512?
+# the best one has a loss of 0.3. **Predict:** batch 2 needs about 400 steps. How many does 8 need, and how many 512?
+
+# %%
+with_8, with_512 = guess("steps", ...), guess("steps", ...)
 
 # %%
 # %%ranks
@@ -198,6 +201,9 @@ for batch in (2, 4, 8, 16, 32, 64, 128, 512):
 
 # %%
 # %ranks pull pairs 0
+measured = dict(pairs)
+print(with_8.compared_with(measured[8]))
+print(with_512.compared_with(measured[512]))
 pictures.batch_size.hyperbola(pairs)
 
 # %% [markdown]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from labkit.analysis.comparison import Row, guess_sentence
-from labkit.analysis.guess import FIGURES, Guessable, outcomes, sentences_about, statement
+from labkit.analysis.guess import FIGURES, Guessable, outcomes, sentence_about, sentences_about, statement
 from labkit.common.arguments import Number, check_choice, shown
 from labkit.common.text import visible
 from labkit.figures.tables import marked_html
@@ -32,11 +32,19 @@ class Guess:
         self.figure, self.guessed = figure, guessed
         self._follower: Follower | None = None
         self._rows: Callable[[], Sequence[Row]] | None = None
+        self._measured: float | None = None
 
     def compared_in(self, rows: Callable[[], Sequence[Row]]) -> None:
         """Sets where the rows of the comparison are that the prediction is about."""
         self._rows = rows
         withdraw([self])
+
+    def compared_with(self, measured: float) -> Guess:
+        """Sets what the prediction is about if no run measures it: a value of your own, in the unit of the figure.
+        Returns the prediction, which displays the outcome."""
+        self._measured = float(Number(float, -1e15, 1e15).check("measured", measured))
+        withdraw([self])
+        return self
 
     def of(self, strategy: str) -> list[Guess]:
         """The same for one strategy of a comparison; empty if there is no value for it, and for the baseline."""
@@ -53,6 +61,9 @@ class Guess:
             unit = f" (in {self.figure.unit})" if self.figure.unit else ""
             return "empty", f"Replace the three dots with your prediction: {self.figure.label}{unit}."
         said = f"You predict: {statement(self.figure, self.guessed)}."
+        if self._measured is not None and isinstance(self.guessed, float):
+            missed = self.figure.misses(self.guessed, self._measured)
+            return "wrong" if missed else "right", sentence_about(self.figure, self.guessed, self._measured)
         if self._rows is not None:
             return self._of_rows(self._rows(), said)
         if self._follower is None:

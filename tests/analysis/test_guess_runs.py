@@ -53,6 +53,16 @@ def test_three_dots_ask_for_a_value_and_withdraw_an_earlier_one():
     assert guesses.Guess(guesses.FIGURES["speedup"], None).of("ddp") == []
 
 
+def test_a_value_that_no_run_measures_is_given_by_the_learner():
+    one = guess("steps", 100)
+    assert repr(one.compared_with(125)) == "✗ missed Number of steps: you predicted 100; it was 125 (−20 %)."
+    assert guesses.PENDING == {} and one.outcome()[0] == "wrong"
+    assert repr(guess("steps", 120).compared_with(125)).startswith("✓ close")
+    assert repr(guess("steps", ...).compared_with(125)).startswith("○ open Replace the three dots")
+    with pytest.raises(ValueError, match="measured must be"):
+        guess("steps", 100).compared_with(None)
+
+
 def test_a_prediction_of_a_rank_that_the_run_lacks_is_refused_before_the_start(runs):
     guess("peak_mb", [1, 2, 3])
     with pytest.raises(SpecError, match="peak_mb was predicted for rank 2, but the last rank of this run is rank 1"):
