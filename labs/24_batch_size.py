@@ -357,7 +357,7 @@ pictures.batch_size.seconds(pairs, batch=2, compute=0.1, transfer=0.02)
 # batch, and the steps to the loss with its best learning rate. A rank computes `batch` samples per step in `compute`
 # seconds, and an all-reduce among *n* ranks takes 2 (n − 1) / n · `transfer` seconds more. The *cost* of a training is
 # the number of ranks times its seconds. Return the largest number of ranks, of at most 1,024, whose training costs at
-# most `limit` times as much as with one rank.
+# most `limit` times the cost with one rank.
 
 
 # %% tags=["exercise"]

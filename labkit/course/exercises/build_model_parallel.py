@@ -135,7 +135,7 @@ def _ring_attention(answer: Any) -> str:
     _pairs(records, ("forward",), lambda record: record.rank + 0.5, lambda record: _RANKS, whole)
     _pairs(records, ("backward",), lambda record: 2 * (record.rank + 0.5), lambda record: 4 * _RANKS, whole)
     flops = [record.flops(0, "forward") for record in records]
-    return f"rank {_RANKS - 1} computes {flops[-1] / flops[0]:.3g} times as much as rank 0 in forward"
+    return f"rank {_RANKS - 1} computes {flops[-1] / flops[0]:.3g} times the operations of rank 0 in forward"
 
 
 def _balanced(answer: Any) -> str:

@@ -62,7 +62,7 @@ EXERCISES: dict[str, Exercise] = {
         "Bus bandwidth of an all-reduce", _bus, "`return 2 * (ranks - 1) / ranks * size / seconds`, as in nccl-tests."
     ),
     "tokens": Exercise(
-        "From how many tokens on backward hides the all-reduce",
+        "Tokens per GPU with which backward hides the all-reduce",
         _tokens,
         "4·N·D / (400 · 10¹²) = 4·N / (100 · 10⁹), so D = **4,000** tokens per GPU and step, for any N.",
     ),

@@ -1,4 +1,4 @@
-"""Exercises of lab 15: the capacity of an expert, and fewer bytes for the vectors."""
+"""Exercises of lab 15: the capacity of an expert, and fewer bytes for the tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _bytes(answer: Any) -> str:
         raise Wrong("leave the capacity factor and the size of the model as they are")
     if spec.options["top_k"] >= usual["top_k"] or spec.options["context"] != usual["context"]:
         raise Wrong("the bytes are proportional to E · C: which option halves C, with as many positions?")
-    return "every vector goes to one expert only, as in the Switch Transformer: half of the slots, half of the bytes"
+    return "every token goes to one expert only, as in the Switch Transformer: half of the slots, half of the bytes"
 
 
 EXERCISES = {
@@ -54,8 +54,8 @@ EXERCISES = {
         "factor, rounded up.",
     ),
     "bytes": Exercise(
-        "Half of the bytes for the vectors",
+        "Half of the bytes for the tokens",
         _bytes,
-        '`run("ep", **HERE, steps=4, **SMALL, options={"top_k": 1}).wait()`: one choice per vector instead of two.',
+        '`run("ep", **HERE, steps=4, **SMALL, options={"top_k": 1}).wait()`: one choice per token instead of two.',
     ),
 }
