@@ -83,6 +83,38 @@ def require_number(answer: Any, what: str) -> None:
         raise Wrong(f"the answer must be a number {what}, got {answer!r}")
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A question whose answer is a number: the `task` in words, and the numbers of mistakes, with words."""
+
+    task: str
+    right: float
+    mistakes: tuple[tuple[float, str], ...]
+
+    def told_apart(self) -> bool:
+        """Whether no mistake has a number that counts as right."""
+        return not any(self.is_near(self.right, number) for number, _ in self.mistakes)
+
+    def judge(self, answer: Any, what: str, otherwise: str) -> None:
+        """Raises `Wrong` unless the answer is right, up to 1 %; `otherwise` is the hint for no known mistake."""
+        require_number(answer, what)
+        if not self.is_near(answer, self.right):
+            raise Wrong(next((words for number, words in self.mistakes if self.is_near(answer, number)), otherwise))
+
+    @staticmethod
+    def is_near(number: float, other: float) -> bool:
+        """Whether two numbers differ by 1 % at most, as by rounding; whole numbers must be equal."""
+        return number == other if isinstance(other, int) else math.isclose(number, other, rel_tol=0.01)
+
+
+def draw_number(name: str, draw: Callable[[random.Random], Drawn]) -> Drawn:
+    """What `draw` draws for this learner and the exercise called `name`; again until its mistakes are told apart."""
+    source = drawn(name)
+    while not (question := draw(source)).told_apart():
+        pass
+    return question
+
+
 def result_of(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """What a learner's function returns for some arguments; `Wrong` if it raises. `call` says it in words."""
     try:
