@@ -49,8 +49,21 @@ def test_three_dots_ask_for_a_value_and_withdraw_an_earlier_one():
     guess("step_ms", 100)
     asked = guess("step_ms", ...)
     assert repr(asked) == "○ open Replace the three dots with your prediction: step time (in ms)."
-    assert guesses.PENDING == {} and guesses.document([asked]) is None
+    assert guesses.document([asked]) is None and guesses.pending(2) == [] and guesses.PENDING == {}
     assert guesses.Guess(guesses.FIGURES["speedup"], None).of("ddp") == []
+
+
+def test_nothing_runs_before_a_learner_has_replaced_the_dots(monkeypatch):
+    monkeypatch.setattr(guesses, "in_notebook", lambda: True)
+    monkeypatch.setattr(guesses, "headless", lambda: False)
+    for figure in ("sent_mb", "speedup"):
+        guess(figure, ...)
+        with pytest.raises(SpecError, match=rf'replace the three dots in guess\("{figure}"'):
+            start(Spec("ddp", nproc=2)) if figure == "sent_mb" else Comparing([]).start()
+        assert guesses.PENDING == {}, "it is asked for once"
+    guess("sent_mb", ...)
+    again = guess("sent_mb", 3)
+    assert guesses.pending(2) == [again]
 
 
 def test_a_value_that_no_run_measures_is_given_by_the_learner():
