@@ -126,8 +126,8 @@ _FAULTS = (
         lambda record: 8,
     ),
     _Fault(
-        "synchronization: `step` hands {got} values of tensors to Python",
-        lambda record, step: record.syncs.get(f"{step} step", 0),
+        "synchronization: `load` and `step` hand {got} values of tensors to Python",
+        lambda record, step: sum(record.syncs.get(f"{step} {phase}", 0) for phase in ("data", "step")),
         lambda record: 0,
     ),
 )
