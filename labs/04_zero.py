@@ -233,7 +233,7 @@ my_guess
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# 3 U are expected, 1.5 times as much as DDP in the same dtype (4 U on gloo, which sends 2 U for the reduce-scatter).
+# 3 U are expected, 1.5 times the bytes of DDP in the same dtype (4 U on gloo, which sends 2 U for the reduce-scatter).
 # The parameters exceed P/n by the one layer that is gathered at the moment.
 #
 # </details>

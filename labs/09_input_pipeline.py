@@ -391,7 +391,7 @@ check("input_pipeline.workers", workers_needed)
 # %% [markdown]
 # ## Exercise: fix a script
 #
-# This cell writes `slow_input.py` next to the notebook: a plain DDP script whose data set takes 1.5 times as long as a
+# This cell writes `slow_input.py` next to the notebook: a plain DDP script whose data set takes 50 % longer than a
 # step of the run above. Open it, and fix the loader so that training no longer waits. The disk must stay as slow as it
 # is, and the ranks must process as many samples per step as before. Then check the run: `run("slow_input.py",
 # **HERE).wait()`.

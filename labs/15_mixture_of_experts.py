@@ -178,26 +178,25 @@ for one in (job, sharded):
     print(f"{one.name}: {sum(owned[name] for name in ('parameters', 'gradients', 'optimizer')) / 2**20:.1f} MiB")
 
 # %% [markdown]
-# ## Exercise: the capacity
+# ## Exercise: what a layer sends
 #
-# Write `slots(positions, experts, top_k, factor)`: the number of slots that each expert has for one sequence.
-
+# How many MB (10⁶ bytes) does a rank send to the other ranks in the *forward* of one layer? The layer is drawn for you:
+# run the cell with the three dots, and the verdict says what it is.
 
 # %% tags=["exercise"]
-def slots(positions, experts, top_k, factor): ...
-
-
-check("mixture_of_experts.slots", slots)
+megabytes = ...
+check("mixture_of_experts.slots", megabytes)
 
 # %% [markdown]
-# ## Exercise: half of the bytes
+# ## Exercise: experts for given bytes
 #
-# Train `moe` for 4 steps with expert parallelism on two ranks, in fp32 and with a batch of 4 per rank, so that the
-# tokens need at most half of the bytes of the run above, with the same capacity factor.
+# Train `moe` for 4 steps with expert parallelism on two ranks, in fp32 and with a batch of 4 per rank. The number of
+# experts, *k*, and the bytes that tokens need are drawn for you, in the verdict on three dots. Which option is left,
+# and what must it be?
 
 # %% tags=["exercise"]
-lighter = ...  # run("ep", **HERE, steps=4, **SMALL, options={…}).wait()
-check("mixture_of_experts.bytes", lighter)
+mine = ...  # run("ep", **HERE, steps=4, **SMALL, options={…}).wait()
+check("mixture_of_experts.bytes", mine)
 
 # %% [markdown]
 # ## The panel

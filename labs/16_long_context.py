@@ -51,7 +51,7 @@ print(quarters, f"{quarters[-1] / quarters[0]:.1f} times")
 
 # %%
 split = Spec(strategy="cp", **HERE, **SMALL)
-excerpt(split, "positions_of", "windows", "positions")
+excerpt(split, "positions_of", "sequences", "positions")
 
 # %%
 chunks = [range(16 * number, 16 * number + 16) for number in range(8)]

@@ -228,8 +228,10 @@ proposals.scaling().figure()
 # %% [markdown]
 # ## The proposal
 #
-# **Exercise 3.** Choose a layout that fits without recomputation and that is at most 5 % slower than the fastest.
-# Answer with its name as in the table, such as `"FSDP 16"`.
+# **Exercise 3.** Choose a layout that fits without recomputation and that is at most 3 % slower than the fastest, for
+# *your* cluster: run the cell with the three dots, and the verdict says how many devices it has, and how long your
+# sequences are. Decide on paper first which axes you need and how large they must be, then compare with `advise`.
+# Answer with the name of a layout, such as `"FSDP 16"`.
 
 # %% tags=["exercise"]
 proposal = ...
@@ -264,7 +266,7 @@ job.figure("memory_by_owner")
 # </details>
 #
 # **Exercise 4.** Run the twin of *your* proposal on four ranks for at least five steps: the same kinds of parallelism,
-# two ranks along each. (`fsdp2_tp` is FSDP × TP. Choose a proposal of two axes that the lab has a strategy for.)
+# two ranks along each. (`fsdp2_tp` is FSDP × TP. Of three axes, try two that the lab has a strategy for.)
 
 # %% tags=["exercise"]
 trial = ...

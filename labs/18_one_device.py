@@ -259,35 +259,35 @@ report(small_gradient_in_fp16=torch.tensor(1e-8).half().item(), scaled=(torch.te
 #
 # ## Exercises
 #
-# **1.** The FLOPs of a step (forward and backward), exactly.
+# **1.** The FLOPs of a step (forward and backward) of a Llama, exactly. It differs from the GPT above in two ways. The
+# heads of keys and values are fewer: each is shared by `groups` heads of queries. And the MLP has three matrices of
+# width × `inner`: gate, up and down.
 
 
 # %% tags=["exercise"]
-def flops(tokens, layers, width, sequence, vocabulary): ...
+def flops(tokens, layers, width, inner, groups, sequence, vocabulary): ...
 
 
 check("one_device.flops", flops)
 
 # %% [markdown]
-# **2.** 7 · 10⁹ parameters, 3,500 tokens per second and A100 (312 TFLOP/s in bf16): the MFU by 6ND, in percent?
+# The figures of the next three are drawn for you: run a cell with the three dots, and the verdict says what they are.
+#
+# **2.** The MFU of a training by 6ND, in percent.
 
 # %% tags=["exercise"]
 percent = ...
 check("one_device.mfu", percent)
 
 # %% [markdown]
-# **3.** The shortest time of an operation with `flops` FLOPs that moves `moved` bytes.
-
+# **3.** The shortest time of a matrix product, in µs.
 
 # %% tags=["exercise"]
-def least_seconds(flops, moved, peak, bandwidth): ...
-
-
-check("one_device.least", least_seconds)
+microseconds = ...
+check("one_device.least", microseconds)
 
 # %% [markdown]
-# **4.** Bytes per parameter with AdamW, from step to step, as a dict with the keys `fp32`, `tf32`, `bf16 autocast`,
-# `fp16 autocast`, `bf16 with fp32 copy` and `bf16 states`.
+# **4.** Bytes per parameter of a recipe that is not in the table, with gradients.
 
 # %% tags=["exercise"]
 per_parameter = ...

@@ -303,25 +303,24 @@ else:
 #
 # ## Exercises
 #
-# **1.** The bus bandwidth of an all-reduce of `size` bytes on `ranks` ranks that took `seconds`.
-
+# The figures of the first three are drawn for you: run a cell with the three dots, and the verdict says what they are.
+#
+# **1.** The bus bandwidth of a collective, in GB/s.
 
 # %% tags=["exercise"]
-def bus_bandwidth(size, seconds, ranks): ...
-
-
+bus_bandwidth = ...
 check("clusters.bus", bus_bandwidth)
 
 # %% [markdown]
-# **2.** GPUs that reach 400 TFLOP/s, bf16 gradients, a bus bandwidth of 100 GB/s: how many tokens does each GPU need so
-# that backward can hide the all-reduce of DDP?
+# **2.** How many tokens does each GPU need so that backward can hide the all-reduce of DDP? Your training is not that
+# of the formula above: think of what backward computes, and of what is sent.
 
 # %% tags=["exercise"]
 tokens_per_gpu = ...
 check("clusters.tokens", tokens_per_gpu)
 
 # %% [markdown]
-# **3.** Four nodes with eight GPUs each, started with `--node-rank` 0 to 3. Which rank is local rank 3 of node 2?
+# **3.** The rank of a process on several nodes.
 
 # %% tags=["exercise"]
 its_rank = ...

@@ -131,7 +131,7 @@ for exponent in range(0, 49, 6):
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# Without a scale everything is lost. Between the two limits lies a window of many powers of 2. It is narrower if the
+# Without a scale everything is lost. Between the two limits lies a range of many powers of 2. It is narrower if the
 # gradients of layers differ more, and it moves while the loss falls: so `torch.amp.GradScaler` raises the scale after
 # 2,000 good steps, and halves it after an overflow. bf16 has the exponents of fp32, and needs none of this.
 #
@@ -237,7 +237,7 @@ print(f"bf16, by the trace of the script: {expected['comm_bytes_per_step'] / 2**
 # the 8-bit numbers themselves, twice as fast as bf16 by data sheet.
 #
 # **Predict** the error of a product with 3 bits of mantissa. What happens to it in the other rows if *one* number of
-# the inputs is 1,000 times as large as the rest, or 100,000 times? Would e5m2 do better? Would a scale for each row?
+# the inputs is 1,000 times the size of the rest, or 100,000 times? Would e5m2 do better? Would a scale for each row?
 
 
 # %%
@@ -270,7 +270,7 @@ for name, (dtype, dim) in {**ways, "a scale per row, e4m3": (E4M3, 1)}.items():
 # About 4 % per product in e4m3, which training tolerates like the noise of a small batch. An outlier pushes everything
 # else down. e4m3 stands a factor of 1,000, because its exponent absorbs it; at 100,000 most numbers fall below the
 # smallest one with all digits. e5m2 has fewer digits and more range: worse without the outlier, and indifferent to it,
-# which suits gradients. Smaller units with a scale of their own contain the damage: DeepSeek-V3 (2024, section 3.3) has
+# which suits gradients. Smaller units, each with a scale, contain the damage: DeepSeek-V3 (2024, section 3.3) has
 # scales for 1 × 128 activations and 128 × 128 weights.
 #
 # What is stored, sent and computed with in fp8 training, as in torchao: stored fp32 or bf16 weights; sent fp8

@@ -26,7 +26,7 @@
 # about 1 minute on two cores.
 
 # %%
-from labkit import check, pictures
+from labkit import check, guess, pictures
 
 # %load_ext labkit
 
@@ -183,7 +183,10 @@ check("batch_size.noise", noise_scale)
 # ## Steps and samples to the same loss
 #
 # Now the question itself. For each global batch, the cell trains with seven learning rates and counts the steps until
-# the best one has a loss of 0.3. **Predict:** batch 2 needs about 400 steps. How many does 8 need? And 512?
+# the best one has a loss of 0.3. **Predict:** batch 2 needs about 400 steps. How many does 8 need, and how many 512?
+
+# %%
+with_8, with_512 = guess("steps", ...), guess("steps", ...)
 
 # %%
 # %%ranks
@@ -198,6 +201,9 @@ for batch in (2, 4, 8, 16, 32, 64, 128, 512):
 
 # %%
 # %ranks pull pairs 0
+measured = dict(pairs)
+print(with_8.compared_with(measured[8]))
+print(with_512.compared_with(measured[512]))
 pictures.batch_size.hyperbola(pairs)
 
 # %% [markdown]
@@ -351,7 +357,7 @@ pictures.batch_size.seconds(pairs, batch=2, compute=0.1, transfer=0.02)
 # batch, and the steps to the loss with its best learning rate. A rank computes `batch` samples per step in `compute`
 # seconds, and an all-reduce among *n* ranks takes 2 (n − 1) / n · `transfer` seconds more. The *cost* of a training is
 # the number of ranks times its seconds. Return the largest number of ranks, of at most 1,024, whose training costs at
-# most `limit` times as much as with one rank.
+# most `limit` times the cost with one rank.
 
 
 # %% tags=["exercise"]

@@ -313,6 +313,12 @@ def sentences_about(state: RunState, name: str, reasons: bool = True) -> list[st
     )
 
 
+def sentence_about(figure: Guessable, guessed: float, measured: float) -> str:
+    """The outcome of a prediction whose value no run has measured."""
+    outcome = Outcome(figure.name, figure.unit, None, guessed, None, measured, figure.error(guessed, measured))
+    return _sentence(figure, [outcome], 1, reasons=False)
+
+
 def _sentence(figure: Guessable, those: list[Outcome], of: int, reasons: bool) -> str:
     """`Peak memory: you predicted 40 MiB per rank; it was 52.1 MiB (−23 %). At the peak of a step: activations …`"""
     ranks = [outcome.rank for outcome in those if outcome.rank is not None]

@@ -324,9 +324,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     )
     classroom.add_argument("--hide-names", action="store_true", help="put numbers in place of names everywhere")
     classroom.add_argument("--html", metavar="FILE.html", help="write one page that works offline")
-    grade = commands.add(
-        "grade", "judge submissions to labs 9, 13, 14, 17, 20, 22 and 25, each in a sandbox, and write a CSV"
-    )
+    grade = commands.add("grade", "judge submitted answers that are code, each in a sandbox, and write a CSV")
     grade.add_argument("folder", metavar="FOLDER", help="notebooks (.ipynb) and Python files with calls of check(…)")
     grade.add_argument(
         "--exercise",

@@ -9,10 +9,10 @@ per module; most draw a rule or a formula and say so (`course/pictures/pipeline.
 `pipeline.measured` and `mesh.by_axis` draw a run. `course/exercises/` has a table of exercises per lab: each has a
 check, which says what is right or wrong, and the teacher's solution; the package keeps the learner's record next to the
 run folders, and reads from those how near the learner's predictions were. The task of some exercises is drawn for each
-learner (`drawn`), from a number that is kept there as well. In labs 13, 14 and 21 the answer is a strategy or its plan,
-in labs 17 and 20 a training script, in lab 22 a part of a step: `course/build/` runs its source on CPU ranks, as an
-ordinary run, in which `course/build/ranks/` records communication, operations, waits and live memory with a dispatch
-mode of torch; an examiner, in a process of its own, draws the inputs and compares the results.
+learner (`drawn`), from a number that is kept there as well. Where an answer is code that trains (`judged`),
+`course/build/` runs its source on CPU ranks, as an ordinary run, in which `course/build/ranks/` records communication,
+operations, waits and live memory with a dispatch mode of torch; an examiner, in a process of its own, draws the inputs
+and compares the results.
 `course/build/criteria.py` judges these records, `course/build/grade.py` a folder of submissions,
 `course/build/solutions/` has the reference solutions, and most wrong answers of the tests are mutations of them.
 `course/claims/` is the table of common claims: a claim is a sentence, a function that judges it, and the jobs it needs,

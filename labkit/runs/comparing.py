@@ -15,7 +15,7 @@ from labkit.analysis.guess import SPEEDUP
 from labkit.common.arguments import check_seconds, shown
 from labkit.plan.fields import about
 from labkit.plan.spec import Spec, SpecError, check_fields
-from labkit.runs.guesses import PENDING, Guess
+from labkit.runs.guesses import PENDING, Guess, ask_for
 from labkit.runs.handle import Run, begin, settle
 from labkit.runs.notebook import cell, in_notebook
 from labkit.training.strategies import BASELINE, STRATEGIES
@@ -117,8 +117,7 @@ class Comparing:
 
     def start(self) -> Comparing:
         """Starts the runs and returns at once; takes the speed-up that the learner has predicted."""
-        self._guess = PENDING.get(SPEEDUP.name)
-        if self._guess is not None:
+        for self._guess in ask_for([guess for guess in PENDING.values() if guess.figure is SPEEDUP]):
             self._guess.compared_in(lambda: self.rows)
         self._thread.start()
         return self

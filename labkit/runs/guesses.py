@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from labkit.analysis.comparison import Row, guess_sentence
-from labkit.analysis.guess import FIGURES, Guessable, outcomes, sentences_about, statement
+from labkit.analysis.guess import FIGURES, Guessable, outcomes, sentence_about, sentences_about, statement
 from labkit.common.arguments import Number, check_choice, shown
 from labkit.common.text import visible
 from labkit.figures.tables import marked_html
@@ -15,7 +15,7 @@ from labkit.record.documents import GUESS, Guessed, Guesses
 from labkit.record.events import RANKS
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
-from labkit.runs.notebook import notebook
+from labkit.runs.notebook import headless, in_notebook, notebook
 from labkit.training.strategies import BASELINE, STRATEGIES
 
 _MOST = {"%": 100.0}  # by unit
@@ -32,11 +32,19 @@ class Guess:
         self.figure, self.guessed = figure, guessed
         self._follower: Follower | None = None
         self._rows: Callable[[], Sequence[Row]] | None = None
+        self._measured: float | None = None
 
     def compared_in(self, rows: Callable[[], Sequence[Row]]) -> None:
         """Sets where the rows of the comparison are that the prediction is about."""
         self._rows = rows
         withdraw([self])
+
+    def compared_with(self, measured: float) -> Guess:
+        """Sets what the prediction is about if no run measures it: a value of your own, in the unit of the figure.
+        Returns the prediction, which displays the outcome."""
+        self._measured = float(Number(float, -1e15, 1e15).check("measured", measured))
+        withdraw([self])
+        return self
 
     def of(self, strategy: str) -> list[Guess]:
         """The same for one strategy of a comparison; empty if there is no value for it, and for the baseline."""
@@ -53,6 +61,9 @@ class Guess:
             unit = f" (in {self.figure.unit})" if self.figure.unit else ""
             return "empty", f"Replace the three dots with your prediction: {self.figure.label}{unit}."
         said = f"You predict: {statement(self.figure, self.guessed)}."
+        if self._measured is not None and isinstance(self.guessed, float):
+            missed = self.figure.misses(self.guessed, self._measured)
+            return "wrong" if missed else "right", sentence_about(self.figure, self.guessed, self._measured)
         if self._rows is not None:
             return self._of_rows(self._rows(), said)
         if self._follower is None:
@@ -93,8 +104,9 @@ def guess(figure: str, value: Any) -> Guess:
 
     The value is one number, or one per rank: a list, or `{0: 40, 1: 38}`. The next run that this session starts stores
     it; comparisons and claims do not. `speedup` is for the next comparison: one value, or one per strategy such as
-    `{"ddp": 1.8}`. When displayed, it is a statement, and after the run the outcome; with three dots (`...`) as its
-    value, it asks for one. The message of the `ValueError` for an unknown figure has the names of all.
+    `{"ddp": 1.8}`. When displayed, it is a statement, and after the run the outcome. With three dots (`...`) as its
+    value, it asks for one, and in an interactive notebook the next run does not start without it. The message of the
+    `ValueError` for an unknown figure has the names of all.
     """
     return _waiting(FIGURES[check_choice("figure", figure, FIGURES)], value)
 
@@ -105,10 +117,7 @@ def check_guess(figure: str, value: Any) -> None:
 
 
 def _waiting(figure: Guessable, value: Any) -> Guess:
-    if value is ...:
-        PENDING.pop(figure.name, None)
-        return Guess(figure, None)
-    made = PENDING[figure.name] = Guess(figure, _checked(figure, value))
+    made = PENDING[figure.name] = Guess(figure, None if value is ... else _checked(figure, value))
     return made
 
 
@@ -136,8 +145,8 @@ def _checked(figure: Guessable, value: Any) -> Guessed | dict[str, float]:
 
 def pending(ranks: int) -> list[Guess]:
     """What waits for a run of `ranks` ranks. Raises `SpecError` for a prediction of a rank that the run does not
-    have."""
-    pending = [guess for guess in PENDING.values() if not guess.figure.compared]
+    have, and as `ask_for` does."""
+    pending = ask_for([guess for guess in PENDING.values() if not guess.figure.compared])
     for guess in pending:
         last = max(guess.guessed) if isinstance(guess.guessed, Mapping) else -1
         if last >= ranks:
@@ -147,6 +156,21 @@ def pending(ranks: int) -> list[Guess]:
                 f" call guess({guess.figure.name!r}, …) again with the values of {ranks} ranks, or with one value",
             )
     return pending
+
+
+def ask_for(guesses: Sequence[Guess]) -> list[Guess]:
+    """Those with a value. Others are withdrawn, and raise `SpecError` in a notebook with a learner, so that nothing
+    runs before they have predicted it; a headless one runs."""
+    open_ones = [guess for guess in guesses if guess.guessed is None]
+    withdraw(open_ones)
+    if open_ones and in_notebook() and not headless():
+        figure = open_ones[0].figure
+        raise SpecError(
+            "guess",
+            f'first your prediction, {figure.label}: replace the three dots in guess("{figure.name}", ...), and run'
+            " that cell and this one again",
+        )
+    return [guess for guess in guesses if guess.guessed is not None]
 
 
 def document(guesses: Sequence[Guess]) -> Guesses | None:

@@ -186,7 +186,7 @@ def convolution(come: int, go: int, side: int, bias: bool = False) -> Module:
     return Module(((go, come, side, side), *[(go,)] * bias))
 
 
-_LABEL = 8  # bytes of a 64-bit label, or of the byte after a window of text
+_LABEL = 8  # bytes of a 64-bit label, or of the byte after a sequence of text
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ class Data:
         return self.number_bytes * math.prod(self.input_shape(options))
 
     def sample_bytes(self, options: Mapping[str, Any]) -> int:
-        """Bytes of one stored sample with its target; in a window of text, inputs and targets share their memory."""
+        """Bytes of one stored sample with its target; in a sequence of text, inputs and targets share their memory."""
         return self.input_bytes(options) // self.shared + _LABEL
 
     @property
@@ -293,7 +293,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Transformer:
-    """The dimensions of a transformer: layers, width, heads, positions of a window and entries of the vocabulary."""
+    """The dimensions of a transformer: layers, width, heads, positions of a sequence and entries of the vocabulary."""
 
     layers: int
     width: int
@@ -304,8 +304,8 @@ class Transformer:
 
 @dataclass(frozen=True)
 class Mixture:
-    """The dimensions of a mixture of experts: layers, experts per layer, experts per vector, and slots of an expert for
-    one sample, each a vector of `width` numbers."""
+    """The dimensions of a mixture of experts: layers, experts per layer, experts per token, and slots of an expert for
+    one sample, each a token of `width` numbers."""
 
     layers: int
     experts: int

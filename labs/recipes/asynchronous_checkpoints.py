@@ -20,7 +20,7 @@
 # fast, and writes it in the background. Three rules:
 #
 # - **One at a time.** Wait for the previous save before the next one starts; otherwise the copies add up in memory.
-# - **A process group of its own.** The background thread coordinates the ranks with collectives. On the group of the
+# - **A separate process group.** The background thread coordinates the ranks with collectives. On the group of the
 #   training, they would interleave with those of the steps. It must be a group of a CPU backend, gloo.
 # - **A checkpoint counts only when it is complete.** Rename its folder, or write a marker, after `result()` returns.
 

@@ -30,7 +30,7 @@
 # writes the notebook and a `kernel-metadata.json` that asks for two T4; `kaggle kernels push -p kaggle` sends both.
 #
 # Ranks cannot be started with `notebook_launcher` or `mp.spawn` once the kernel has used a GPU (`Cannot re-initialize
-# CUDA in forked subprocess`). The lab starts them with torchrun, as processes of their own, and its kernel never
+# CUDA in forked subprocess`). The lab starts them with torchrun, as separate processes, and its kernel never
 # touches a GPU.
 #
 # A T4 has 16 GB, no bf16 in hardware and no NVLink: use `precision="fp16"`. NCCL sends over PCIe.

@@ -24,7 +24,7 @@
 # - `LOCAL_RANK` counts the ranks of one machine, `RANK` those of the job. On a shared file system use `RANK`.
 # - Write to a temporary name and rename: a process that is killed half-way leaves no file that looks complete.
 # - The barrier is a collective, so **all** ranks must call it, and it fails after the timeout of the process group (10
-#   minutes with NCCL, 30 with gloo). For a longer download, prepare the data in a job of its own.
+#   minutes with NCCL, 30 with gloo). For a longer download, prepare the data in a separate job.
 
 # %%
 # %load_ext labkit

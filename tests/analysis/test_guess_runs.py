@@ -49,8 +49,31 @@ def test_three_dots_ask_for_a_value_and_withdraw_an_earlier_one():
     guess("step_ms", 100)
     asked = guess("step_ms", ...)
     assert repr(asked) == "○ open Replace the three dots with your prediction: step time (in ms)."
-    assert guesses.PENDING == {} and guesses.document([asked]) is None
+    assert guesses.document([asked]) is None and guesses.pending(2) == [] and guesses.PENDING == {}
     assert guesses.Guess(guesses.FIGURES["speedup"], None).of("ddp") == []
+
+
+def test_nothing_runs_before_a_learner_has_replaced_the_dots(monkeypatch):
+    monkeypatch.setattr(guesses, "in_notebook", lambda: True)
+    monkeypatch.setattr(guesses, "headless", lambda: False)
+    for figure in ("sent_mb", "speedup"):
+        guess(figure, ...)
+        with pytest.raises(SpecError, match=rf'replace the three dots in guess\("{figure}"'):
+            start(Spec("ddp", nproc=2)) if figure == "sent_mb" else Comparing([]).start()
+        assert guesses.PENDING == {}, "it is asked for once"
+    guess("sent_mb", ...)
+    again = guess("sent_mb", 3)
+    assert guesses.pending(2) == [again]
+
+
+def test_a_value_that_no_run_measures_is_given_by_the_learner():
+    one = guess("steps", 100)
+    assert repr(one.compared_with(125)) == "✗ missed Number of steps: you predicted 100; it was 125 (−20 %)."
+    assert guesses.PENDING == {} and one.outcome()[0] == "wrong"
+    assert repr(guess("steps", 120).compared_with(125)).startswith("✓ close")
+    assert repr(guess("steps", ...).compared_with(125)).startswith("○ open Replace the three dots")
+    with pytest.raises(ValueError, match="measured must be"):
+        guess("steps", 100).compared_with(None)
 
 
 def test_a_prediction_of_a_rank_that_the_run_lacks_is_refused_before_the_start(runs):

@@ -21,7 +21,7 @@ from places import ROOT
 import labkit
 from labkit import Run, check, my_progress
 from labkit.analysis.guess import FIGURES
-from labkit.course.exercises import LABS, Book, Exercise, Noted, Score, Wrong, exercise, exercises, is_empty
+from labkit.course.exercises import LABS, Book, Exercise, Noted, Score, Wrong, capstone, exercise, exercises, is_empty
 from labkit.record.folder import RunFolder
 from labkit.runs.guesses import Guess, document
 from labkit.runs.notebook import NAME
@@ -215,7 +215,8 @@ def test_wrong_is_not_a_public_name():
         ("FSDP 8 × TP 2", "more than the fastest (modelled)"),
     ],
 )
-def test_a_layout_of_the_capstone_is_judged_by_fit_axes_and_time(answer, words):
+def test_a_layout_of_the_capstone_is_judged_by_fit_axes_and_time(answer, words, monkeypatch):
+    monkeypatch.setattr(capstone, "case_of_learner", lambda: {"devices": 16, "machine": "a100x8", "memory": "40GB"})
     assert words in check("capstone.layout", answer).words
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import time
 from pathlib import Path
 
 import pytest
-from answers import capstone, profiles
+from answers import capstone, dtensor, profiles
 from commands import called
 from conftest import processes_of
 
+import labkit
 from labkit.course.build import grade, sandbox
 from labkit.course.build.sandbox import Limits
-from labkit.course.build.solutions import precision
+from labkit.course.build.solutions import precision, replicas
+from labkit.course.exercises import Learner, judged_labs, tasks_of
 
 RIGHT = """
 import torch.distributed as dist
@@ -142,11 +145,42 @@ def test_the_trainer_of_lab_17_is_graded(folder):
     assert bob.verdict == "empty", bob.message
 
 
+def test_a_drawn_task_is_that_of_the_learner(folder):
+    """Bob hands in the plan for Ada's block with a number of his own, cy with a copy of hers, and dan without one."""
+    names, numbers = ("ada", "bob", "cy", "dan"), {"ada": 1, "bob": 2, "cy": 1}
+    with tasks_of(Learner(1)):
+        text = inspect.getsource(inspect.getmodule(dtensor.right_plan()))
+    for name in names:
+        (folder / name / "runs").mkdir(parents=True)
+        (folder / name / "lab21.py").write_text(f'{text}\n\ncheck("dtensor.plan", parallelize)\n')
+        if name in numbers:
+            (folder / name / "runs" / "learner.json").write_text(json.dumps({"seed": numbers[name]}))
+    rows = grade.grade(folder, (), Limits(), lambda row: None)
+    assert [row.verdict for row in rows] == ["right", "wrong", "right", "missing"], rows
+    assert "is a copy of that of ada" in rows[2].message and "copy" not in rows[0].message
+    assert "learner.json" in rows[3].message
+
+
+def test_the_answers_of_lab_23_are_graded(folder):
+    text = Path(replicas.__file__).read_text(encoding="utf-8")
+    text += '\ncheck("without_restart.diloco", DiLoCo)\ncheck("without_restart.recovery", recover)\n'
+    (folder / "ada.py").write_text(text)
+    rows = grade.grade(folder, (), Limits(), lambda row: None)
+    assert [row.verdict for row in rows] == ["right", "right"], rows
+
+
+def test_the_page_names_the_labs_that_are_graded():
+    page = (Path(labkit.__file__).parent / "reference" / "course.md").read_text(encoding="utf-8")
+    assert f"scripts of labs {judged_labs()}. " in " ".join(page.split())
+
+
 def test_the_wrong_usage_of_the_command(tmp_path, capsys):
     assert called("grade", str(tmp_path / "none")) == 2
     assert "is not a folder" in capsys.readouterr().err
     assert called("grade", str(tmp_path), "--exercise", "build_data_parallel.none") == 2
     assert "there is no exercise" in capsys.readouterr().err
+    assert called("grade", str(tmp_path), "--exercise", "ddp.steps") == 2
+    assert "its answer does not run" in capsys.readouterr().err
 
 
 def test_a_message_is_no_formula(tmp_path):

@@ -62,6 +62,17 @@ def test_a_line_goes_to_the_expert_and_one_comes_back(factor):
     assert all(go.y[0] == come.y[1] and go.y[1] == come.y[0] for go, come in zip(there, back))
 
 
+def test_tokens_travel_to_the_experts_first_and_then_back():
+    figure = dispatch()
+    shown = [[line.visible for line in frame.data] for frame in figure.frames]
+    half = len(shown) // 2
+    assert all(there and not back for there, back in zip(shown[half - 1][::2], shown[half - 1][1::2]))
+    assert all(map(all, shown[half:]))
+    first, last = figure.frames[0].data[0], figure.frames[-1].data
+    assert figure.data[0].x[0] < first.x[1] < figure.data[0].x[1]
+    assert [(line.x, line.y) for line in last] == [(line.x, line.y) for line in figure.data]
+
+
 def test_dropped_and_empty_slots_are_counted():
     texts = [note.text for note in dispatch().layout.annotations]
     assert texts.count("✕ full") == 2 and sum("residual only" in text for text in texts) == 2

@@ -1,5 +1,5 @@
-"""Lessons as a student has them: opened in JupyterLab, run cell by cell, an exercise answered wrong and then right, in
-both themes."""
+"""Lessons as a student has them: opened in JupyterLab, run cell by cell with predictions, an exercise answered wrong
+and then right, in both themes."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ SHOWN = (
     f"{CELLS}.map(one => [one.model.sharedModel.getSource(), one.model.getMetadata('tags') ?? [], one.model.type ==="
     " 'code'])"
 )
+PREDICT = (
+    f"number => {{ const cell = {CELLS}[number].model.sharedModel;"
+    """ cell.setSource(cell.getSource().replace(/(guess\\("\\w+", )\\.\\.\\./g, "$11")) }"""
+)
 IDLE = f"number => {CELLS}[number].model.executionState !== 'running' && {CELLS}[number].model.executionCount !== null"
 
 
@@ -54,9 +58,10 @@ def test_a_student_goes_through_a_lab(lab, page, jupyter):
 
 
 def run_cell(page: sync_api.Page, number: int) -> None:
-    """Puts the cursor into a cell, presses Shift + Enter, and waits until the cell is done."""
+    """Puts the cursor into a cell, presses Shift + Enter, and waits until the cell is done. A prediction is 1."""
     page.evaluate(f"number => {{ {cell_of('number')}; {NOTEBOOK}.scrollToItem(number); }}", number)
     page.locator(".jp-Cell.jp-mod-active .cm-content").first.click()
+    page.evaluate(PREDICT, number)
     page.keyboard.press("Shift+Enter")
     page.wait_for_function(IDLE, arg=number, timeout=3 * RUN_TIMEOUT)  # a cell may wait for several runs
 
@@ -67,12 +72,20 @@ def cell_of(number: str) -> str:
 
 
 def an_exercise_is_answered(page: sync_api.Page, lab: str, cells: list) -> None:
-    """First a plausible wrong answer, whose verdict says what is wrong, then the right one."""
+    """First a plausible wrong answer, whose verdict says what is wrong, then the right one; none that is drawn for the
+    learner of the browser's runs folder."""
     topic = TOPICS[lab]
     answers = importlib.import_module(f"answers.{topic}")
     name = next(
-        name for name, answer in answers.RIGHT.items() if can_be_typed(answer) and can_be_typed(answers.WRONG[name][0])
+        (
+            name
+            for name, answer in answers.RIGHT.items()
+            if can_be_typed(answer) and can_be_typed(answers.WRONG[name][0])
+        ),
+        None,
     )
+    if name is None:
+        return
     number, source = next(
         (number, source) for number, (source, *_) in enumerate(cells) if f'check("{topic}.{name}"' in source
     )

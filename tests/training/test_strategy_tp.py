@@ -99,12 +99,12 @@ def test_the_chunks_of_a_window_are_the_window(monkeypatch, ranks):
     from labkit.training.workloads import text
 
     data = torch.arange(1000)
-    inputs, targets = text.windows(data, 7).tensors
+    inputs, targets = text.sequences(data, 7).tensors
     monkeypatch.setattr(cp.dist, "get_world_size", lambda: ranks)
     parts = []
     for rank in range(ranks):
         monkeypatch.setattr(cp.dist, "get_rank", lambda rank=rank: rank)
-        parts.append(cp.windows(data, 7).tensors)
+        parts.append(cp.sequences(data, 7).tensors)
         assert torch.equal(inputs[:, cp.positions(parts[-1][0])], parts[-1][0])
     order = cp.whole_window(inputs.device).argsort()
     assert torch.equal(torch.cat([part[0] for part in parts], 1)[:, order], inputs)

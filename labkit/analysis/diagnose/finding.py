@@ -141,8 +141,8 @@ _ADVICE = {
     ),
     "more slots": _Advice(
         "capacity_factor",
-        "set a larger --option capacity_factor, so that fewer vectors are dropped",
-        "give each expert more slots (a larger capacity factor), so that fewer vectors are dropped",
+        "set a larger --option capacity_factor, so that fewer tokens are dropped",
+        "give each expert more slots (a larger capacity factor), so that fewer tokens are dropped",
     ),
     "join": _Advice("join", "set --option join=true", "train inside `with model.join():` (DDP)"),
     "shard": _Advice(

@@ -31,7 +31,7 @@ TRAFFIC: dict[str, Callable[[Case], Iterator[Flow]]] = {
         *(traffic.units, traffic.rows, traffic.norms),
         *(traffic.layers, traffic.norms_of_layers, traffic.stages, traffic.gradients_of_stages),
         *(traffic.agreements, traffic.keys_and_values),
-        *(traffic.vectors, traffic.gradients_of_dense, traffic.norms_of_experts),
+        *(traffic.tokens, traffic.gradients_of_dense, traffic.norms_of_experts),
     )
 }
 

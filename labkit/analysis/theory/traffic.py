@@ -496,14 +496,14 @@ def keys_and_values(case: Case) -> Iterator[Flow]:
 # ---- the expected traffic of expert parallelism
 
 
-def vectors(case: Case) -> Iterator[Flow]:
+def tokens(case: Case) -> Iterator[Flow]:
     """Expert parallelism (Lepikhin et al. 2020, section 3.3.2): each layer sends the slots of all experts to their
     ranks and the outputs back, and in backward the gradients of both."""
     mixture, wide = case.spec.workload_row.mixture, 2 if case.half else 4
     assert mixture is not None  # the strategy takes no other workload
     model = mixture(case.options)
     slots = wide * model.layers * case.batch * model.experts * model.slots * model.width
-    again = {"recomputing a layer's activations sends its vectors again": 2 * slots if case.again else 0}
+    again = {"recomputing a layer's activations sends its tokens again": 2 * slots if case.again else 0}
     yield flow_of("all_to_all", 4 * slots, case.n, f"4L · {wide}·B·E·C·d", more=again)
 
 

@@ -8,7 +8,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import EllipsisType
@@ -18,12 +18,19 @@ from labkit.course.build import criteria
 from labkit.course.build.criteria import Answer
 from labkit.course.build.record import Record
 from labkit.course.build.sandbox import Limits, run_sandboxed
-from labkit.course.exercises import Unanswered, Wrong, exercise
+from labkit.course.exercises import (
+    LEARNER,
+    Learner,
+    Unanswered,
+    Wrong,
+    exercise,
+    judged,
+    judged_labs,
+    learner_of,
+    tasks_of,
+)
 
 SUFFIXES = (".py", ".ipynb")
-TOPICS = ("build_data_parallel", "build_model_parallel")  # exercises whose answers are run
-EXERCISES = ("input_pipeline.loader", "precision.step", "precision.recompute", "inference.weights")  # others that are
-FILES = ("profiles.faults", "capstone.trainer")  # exercises whose answer is the name of a script next to the submission
 
 
 @dataclass(frozen=True)
@@ -55,13 +62,16 @@ def submissions(folder: Path) -> list[Path]:
 def grade(folder: Path, chosen: Sequence[str], limits: Limits, report: Callable[[Row], None]) -> list[Row]:
     """A row for each answer in each submission, or for each of the `chosen` exercises; `report` gets them one by one.
 
-    Nothing of a submission is executed in this process. Raises `LookupError` for an unknown exercise.
+    Nothing of a submission is executed in this process. Raises `LookupError` for an unknown exercise, and
+    for one whose answers do not run.
     """
     for name in chosen:
-        exercise(name)
+        if not exercise(name).runs:
+            raise LookupError(f"{name} is not graded, because its answer does not run on ranks: check(…) judges it")
     rows = []
+    whose: dict[int, str] = {}  # by the number that tasks are drawn from, the first learner with it
     for path in submissions(folder):
-        for row in _rows(path.relative_to(folder).as_posix(), path, chosen, limits):
+        for row in _rows(path.relative_to(folder), folder, chosen, limits, whose):
             report(row)
             rows.append(row)
     return rows
@@ -82,7 +92,8 @@ def _cell(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
 
 
-def _rows(name: str, path: Path, chosen: Sequence[str], limits: Limits) -> Iterator[Row]:
+def _rows(below: Path, folder: Path, chosen: Sequence[str], limits: Limits, whose: dict[int, str]) -> Iterator[Row]:
+    name, path = below.as_posix(), folder / below
     try:
         tree = ast.parse(text_of(path))
     except (SyntaxError, ValueError, OSError) as error:
@@ -91,21 +102,41 @@ def _rows(name: str, path: Path, chosen: Sequence[str], limits: Limits) -> Itera
     answers = answers_in(tree)
     for wanted in chosen or answers or ("-",):
         if wanted not in answers:
-            graded = "an exercise that is graded (labs 9, 13, 14, 17, 20, 22 and 25)"
-            what = f'check("{wanted}", …)' if chosen else f"check(…) of {graded}"
+            what = f'check("{wanted}", …)' if chosen else f"check(…) of a graded exercise (labs {judged_labs()})"
             yield Row(name, wanted, "missing", message=f"the file has no call of {what}")
         elif (answer := answers[wanted]) is ...:
             yield Row(name, wanted, "empty", message="not answered yet: the answer still is the three dots")
         elif answer is None:
-            what = "a script in the same folder" if wanted in FILES else "a function or class of the file"
+            is_code = exercise(wanted).runs == "code"
+            what = "a function or class of the file" if is_code else "a script in the same folder"
             yield Row(name, wanted, "wrong", message=f"the answer must be the name of {what}")
         elif isinstance(answer, str):
             yield _graded(name, wanted, path.parent / answer, limits)
         elif criteria.is_unanswered(tree, answer.name):
             words = f"not answered yet: {answer.name} still has the three dots of the starter code"
             yield Row(name, wanted, "empty", message=words)
-        else:
+        elif exercise(wanted).task is None:
             yield _graded(name, wanted, answer, limits)
+        elif (learner := _learner(below, folder)) is None:
+            words = f"the task is drawn from the learner's {LEARNER}: hand it in, in a folder with the answer"
+            yield Row(name, wanted, "missing", message=words)
+        else:
+            with tasks_of(learner):
+                row = _graded(name, wanted, answer, limits)
+            first = whose.setdefault(learner.seed, below.parts[0])
+            if first != below.parts[0]:
+                words = f"{row.message}; {LEARNER}, from which the task is drawn, is a copy of that of {first}, or the"
+                row = replace(row, message=f"{words} other way round")
+            yield row
+
+
+def _learner(below: Path, folder: Path) -> Learner | None:
+    """The learner of a submission in its own subfolder: from the file that its tasks are drawn from."""
+    for parent in list(below.parents)[:-1]:
+        for place in (folder / parent, folder / parent / "runs"):
+            if learner := learner_of(place):
+                return learner
+    return None
 
 
 def _graded(name: str, wanted: str, answer: Answer | Path, limits: Limits) -> Row:
@@ -164,6 +195,7 @@ def text_of(path: Path) -> str:
 def answers_in(tree: ast.Module) -> dict[str, Answer | str | EllipsisType | None]:
     """By exercise, the answer of each `check("topic.name", answer)`: its name, and what it uses of the file; or the
     name of a script, or the three dots of one. None if the answer is not a name that the file defines."""
+    known = judged()
     found: dict[str, Answer | str | EllipsisType | None] = {}
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check"):
@@ -171,9 +203,10 @@ def answers_in(tree: ast.Module) -> dict[str, Answer | str | EllipsisType | None
         if len(node.args) != 2 or not isinstance(node.args[0], ast.Constant):
             continue
         name, answer = str(node.args[0].value), node.args[1]
-        if name in FILES:
+        runs = known[name].runs if name in known else ""
+        if runs == "script":
             found[name] = _file(tree, answer)
-        elif name in EXERCISES or name.partition(".")[0] in TOPICS:
+        elif runs == "code":
             found[name] = _answer(tree, answer.id) if isinstance(answer, ast.Name) else None
     return found
 

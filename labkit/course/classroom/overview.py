@@ -25,7 +25,6 @@ from labkit.common.arguments import Number, check_flag, check_path, shown
 from labkit.common.files import user_cache, write_atomically
 from labkit.common.reading import is_folder, read_regular
 from labkit.common.text import visible_line
-from labkit.course.build.grade import TOPICS
 from labkit.course.classroom.learners import (
     AHEAD,
     Damaged,
@@ -37,7 +36,7 @@ from labkit.course.classroom.learners import (
     known_exercises,
     take_in,
 )
-from labkit.course.exercises import LABS
+from labkit.course.exercises import LABS, judged
 from labkit.record.files import names_below
 from labkit.setup.environment import CLONE
 
@@ -346,7 +345,7 @@ def _row(learner: str, record: Record, right: set[str] | None, now: float) -> Ro
 
 def _grade(done: set[str], right: set[str] | None) -> str:
     """`3/8` of the answers that are code, as `labkit grade` judged them; otherwise by the learner's own record."""
-    names = {name for name in known_exercises() if name.partition(".")[0] in TOPICS}
+    names = judged().keys()
     if right is not None:
         return f"{len(right & names)}/{len(names)}"
     return f"{len(done & names)}/{len(names)} own" if done & names else ""

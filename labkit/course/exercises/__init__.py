@@ -14,12 +14,13 @@ import os
 import random
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from labkit.analysis.guess import FIGURES
 from labkit.analysis.metrics import median
@@ -82,6 +83,38 @@ def require_number(answer: Any, what: str) -> None:
         raise Wrong(f"the answer must be a number {what}, got {answer!r}")
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A question whose answer is a number: the `task` in words, and the numbers of mistakes, with words."""
+
+    task: str
+    right: float
+    mistakes: tuple[tuple[float, str], ...]
+
+    def told_apart(self) -> bool:
+        """Whether no mistake has a number that counts as right."""
+        return not any(self.is_near(self.right, number) for number, _ in self.mistakes)
+
+    def judge(self, answer: Any, what: str, otherwise: str) -> None:
+        """Raises `Wrong` unless the answer is right, up to 1 %; `otherwise` is the hint for no known mistake."""
+        require_number(answer, what)
+        if not self.is_near(answer, self.right):
+            raise Wrong(next((words for number, words in self.mistakes if self.is_near(answer, number)), otherwise))
+
+    @staticmethod
+    def is_near(number: float, other: float) -> bool:
+        """Whether two numbers differ by 1 % at most, as by rounding; whole numbers must be equal."""
+        return number == other if isinstance(other, int) else math.isclose(number, other, rel_tol=0.01)
+
+
+def draw_number(name: str, draw: Callable[[random.Random], Drawn]) -> Drawn:
+    """What `draw` draws for this learner and the exercise called `name`; again until its mistakes are told apart."""
+    source = drawn(name)
+    while not (question := draw(source)).told_apart():
+        pass
+    return question
+
+
 def result_of(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """What a learner's function returns for some arguments; `Wrong` if it raises. `call` says it in words."""
     try:
@@ -94,13 +127,15 @@ def result_of(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
 class Exercise:
     """An exercise. `check(answer)` returns why the answer is right, or raises `Wrong`; `key` is the solution
     (markdown), and `given` the file to start from, in `course/build/given/`. `task` says what is drawn for
-    this learner, if anything is: the verdict on an empty answer shows it."""
+    this learner, if anything is: the verdict on an empty answer shows it. `runs` is what of an answer runs in processes
+    of its own, if anything does: its code, or a script whose name it is. Such answers `labkit grade` judges as well."""
 
     title: str
     check: Callable[[Any], str]
     key: str
     given: str = ""
     task: Callable[[], str] | None = None
+    runs: Literal["", "code", "script"] = ""
 
 
 @dataclass(frozen=True)
@@ -139,6 +174,18 @@ def exercise(name: str) -> Exercise:
 def exercises(topic: str) -> dict[str, Exercise]:
     """The exercises of a topic, by name."""
     return importlib.import_module(f"{__name__}.{topic}").EXERCISES
+
+
+def judged() -> dict[str, Exercise]:
+    """By name, the exercises that `labkit grade` judges."""
+    all_of_them = ((f"{topic}.{short}", found) for topic in LABS for short, found in exercises(topic).items())
+    return {name: found for name, found in all_of_them if found.runs}
+
+
+def judged_labs() -> str:
+    """The numbers of the labs with such exercises: `9, 13 and 14`."""
+    *others, last = dict.fromkeys(str(int(LABS[name.partition(".")[0]][:2])) for name in judged())
+    return f"{', '.join(others)} and {last}"
 
 
 def check(name: str, answer: Any) -> Grade:
@@ -304,16 +351,41 @@ def _stored(path: Path, kind: type[_Document]) -> _Document | None:
     return None
 
 
+LEARNER = "learner.json"  # in a runs folder
+
+
 class Learner(Recorded):
     """The number that the tasks of this learner are drawn from."""
 
     seed: Count
 
 
+def learner_of(folder: Path) -> Learner | None:
+    """The learner of a runs folder; None without one, or if its file cannot be read."""
+    try:
+        learner: Learner = decoded(parse(read_below(folder, folder / LEARNER, _MAX_BYTES)), Learner)
+        return learner
+    except (NotPlain, OSError, ValueError):
+        return None
+
+
+_GRADED: ContextVar[Learner | None] = ContextVar("_GRADED", default=None)
+
+
+@contextmanager
+def tasks_of(learner: Learner) -> Iterator[None]:
+    """Inside, tasks are those of this learner, and not of the one of this runs folder."""
+    before = _GRADED.set(learner)
+    try:
+        yield
+    finally:
+        _GRADED.reset(before)
+
+
 def drawn(name: str) -> random.Random:
     """What the task of the exercise called `name` is drawn with: the same values each time in this runs folder."""
-    path = runs_root() / "learner.json"
-    learner = _stored(path, Learner)
+    path = runs_root() / LEARNER
+    learner = _GRADED.get() or _stored(path, Learner)
     if learner is None:
         learner = Learner(secrets.randbits(32))
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -135,7 +135,7 @@ def _ring_attention(answer: Any) -> str:
     _pairs(records, ("forward",), lambda record: record.rank + 0.5, lambda record: _RANKS, whole)
     _pairs(records, ("backward",), lambda record: 2 * (record.rank + 0.5), lambda record: 4 * _RANKS, whole)
     flops = [record.flops(0, "forward") for record in records]
-    return f"rank {_RANKS - 1} computes {flops[-1] / flops[0]:.3g} times as much as rank 0 in forward"
+    return f"rank {_RANKS - 1} computes {flops[-1] / flops[0]:.3g} times the operations of rank 0 in forward"
 
 
 def _balanced(answer: Any) -> str:
@@ -162,22 +162,26 @@ def _pairs(records: Sequence[Record], phases: Sequence[str], least: Bytes, most:
 
 EXERCISES = {
     "column_row": Exercise(
-        "An MLP by columns and rows", _column_row, solution("tensor", "summed", "F", "G", "ParallelMLP")
+        "An MLP by columns and rows", _column_row, solution("tensor", "summed", "F", "G", "ParallelMLP"), runs="code"
     ),
     "sequence": Exercise(
         "Sequence parallelism",
         _sequence,
         solution("tensor", "gathered", "scattered", "Gather", "Scatter", "SequenceParallelMLP"),
+        runs="code",
     ),
     "cross_entropy": Exercise(
-        "A parallel cross-entropy", _cross_entropy, solution("tensor", "CrossEntropy", "cross_entropy")
+        "A parallel cross-entropy", _cross_entropy, solution("tensor", "CrossEntropy", "cross_entropy"), runs="code"
     ),
-    "two_stages": Exercise("1F1B with two stages", _two_stages, solution("pipeline", "one_f_one_b")),
-    "four_stages": Exercise("1F1B with four stages", _four_stages, solution("pipeline", "one_f_one_b")),
+    "two_stages": Exercise("1F1B with two stages", _two_stages, solution("pipeline", "one_f_one_b"), runs="code"),
+    "four_stages": Exercise("1F1B with four stages", _four_stages, solution("pipeline", "one_f_one_b"), runs="code"),
     "ring_attention": Exercise(
         "Ring attention",
         _ring_attention,
         solution("ring", "passed_on", "pairs", "scores_of", "RingAttention", "ring_attention"),
+        runs="code",
     ),
-    "balanced": Exercise("Ring attention with balanced ranks", _balanced, solution("ring", "balanced_ring_attention")),
+    "balanced": Exercise(
+        "Ring attention with balanced ranks", _balanced, solution("ring", "balanced_ring_attention"), runs="code"
+    ),
 }

@@ -61,7 +61,7 @@ def _why(before: str, after: str, given: float, whole: int, ranks: int) -> str:
             return "that is this rank's own shard; in the ring, it also passes on the shards of others"
         return "an all-gather is one pass around the ring, in which a rank sends all shards but one"
     if math.isclose(given, whole - chunk):
-        return "that is an all-gather; a rank needs only a part of each shard, and keeps a part of its own"
+        return "that is an all-gather; a rank needs only a part of each shard, and keeps one part"
     return "an all-to-all: a rank has size / ranks bytes, and sends all of them but the part that it keeps"
 
 
@@ -174,5 +174,6 @@ EXERCISES = {
         "The names and the dimension of the positions differ between learners; the verdict on an empty answer has"
         f" them.\n\n{solution('plan', 'parallelize')}",
         task=_task,
+        runs="code",
     ),
 }

@@ -241,6 +241,10 @@ EXERCISES = {
         " positive, never: `math.inf`.",
     ),
     "weights": Exercise(
-        "Weights from trainers to samplers", _weights, solution("handover", "hand_over"), given="sampler.py"
+        "Weights from trainers to samplers",
+        _weights,
+        solution("handover", "hand_over"),
+        given="sampler.py",
+        runs="code",
     ),
 }

@@ -75,7 +75,7 @@ EXERCISES = {
     "mend": Exercise(
         "A loader that keeps up",
         _mend,
-        "In `load` of slow_input.py pass `num_workers=2` to the DataLoader (loading takes 1.5 times as long as a step,"
+        "In `load` of slow_input.py pass `num_workers=2` to the DataLoader (loading takes 50 % longer than a step,"
         ' so 2 workers hide it), preferably with `persistent_workers=True`; then `run("slow_input.py",'
         " **HERE).wait()`.",
     ),
@@ -84,5 +84,6 @@ EXERCISES = {
         _loader,
         solution("loader", "Loader", "Stream"),
         given="shard_stream.py",
+        runs="code",
     ),
 }

@@ -1,95 +1,162 @@
-"""Exercises of lab 18: FLOPs of a step, MFU, the roofline, and bytes per parameter by precision."""
+"""Exercises of lab 18: FLOPs of a step, MFU, the roofline, and bytes per parameter. The figures of all but the first
+are drawn for each learner."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from itertools import product
+from collections.abc import Callable
+from random import Random
 from typing import Any
 
-from labkit.analysis.theory.states import RECIPES
-from labkit.course.exercises import Exercise, Wrong, require_function, require_number, result_of
+from labkit.course.exercises import Drawn, Exercise, Wrong, draw_number, require_function, result_of
 
-_SHAPES = ((1024, 5, 128, 128, 256), (4096, 32, 4096, 2048, 32_000))  # tokens, layers, width, sequence, vocabulary
+# ---- the FLOPs of a Llama
+
+
+_SHAPES = (  # tokens, layers, width, inner, groups, sequence, vocabulary
+    (1024, 5, 128, 384, 2, 128, 256),
+    (4096, 32, 4096, 14_336, 4, 2048, 128_256),
+    (512, 80, 8192, 28_672, 8, 8192, 32_000),
+)
 
 
 def _flops(answer: Any) -> str:
-    require_function(answer, "flops(tokens, layers, width, sequence, vocabulary)")
+    require_function(answer, "flops(tokens, layers, width, inner, groups, sequence, vocabulary)")
     for shape in _SHAPES:
         call = f"flops{shape}"
         given = _called(answer, shape, call)
-        tokens, layers, width, sequence, vocabulary = shape
-        matrices, scores, head = 24 * layers * width**2, 4 * layers * sequence * width, 2 * vocabulary * width
-        right = 3 * tokens * (matrices + scores + head)
+        tokens, layers, width, inner, groups, sequence, vocabulary = shape
+        attention, mlp = 2 * width**2 * (2 + 2 / groups), 6 * width * inner
+        scores, head = 4 * sequence * width, 2 * vocabulary * width
+        right = 3 * tokens * (layers * (attention + mlp + scores) + head)
         for wrong, words in (
-            (3 * tokens * matrices, "that is 6ND: attention's scores and the head are missing"),
             (right / 3, "that is forward only; backward computes two products for each one of forward"),
             (right / 2, "a multiplication and an addition count as two operations"),
-            (3 * tokens * (matrices + head), "the products of queries with keys, and of weights with values, miss"),
-            (3 * tokens * (matrices + scores), "the head is missing: a matrix of width × vocabulary"),
+            (right - 3 * tokens * (layers * scores + head), "that is 6ND: attention's scores and the head are missing"),
+            (
+                right - 3 * tokens * layers * scores,
+                "the products of queries with keys, and of weights with values, miss",
+            ),
+            (right - 3 * tokens * head, "the head is missing: a matrix of width × vocabulary"),
+            (
+                right + 3 * tokens * layers * 4 * width**2 * (1 - 1 / groups),
+                "keys and values are not as wide as queries: `groups` heads of queries share one of each",
+            ),
+            (
+                right - 3 * tokens * layers * scores * (1 - 1 / groups),
+                "each head of the queries multiplies with keys, shared or not: the scores do not become fewer",
+            ),
+            (right - 3 * tokens * layers * mlp / 3, "the MLP has three matrices: gate, up and down"),
         ):
             if math.isclose(given, wrong, rel_tol=1e-9):
                 raise Wrong(f"{call}: {words}")
         if not math.isclose(given, right, rel_tol=1e-9):
             raise Wrong(f"{call} returned {given:.4g}: add up matrices, scores and head for one token of forward first")
-    return "for the small model attention and head are a sixth of it, for the large one a tenth"
+    return "shared keys and values make two of the seven matrices smaller, and the scores no cheaper"
+
+
+# ---- figures of this learner
+
+
+_GPUS = (("A100", 312, 2.0), ("H100", 989, 3.35), ("B200", 2250, 8.0))  # TFLOP/s in bf16 and TB/s, by data sheet
+
+
+def _training(random: Random) -> Drawn:
+    gpu, peak, _ = random.choice(_GPUS)
+    billions, gpus = random.choice((3, 7, 8, 13, 34, 70)), random.choice((4, 16, 32, 128))
+    second = round(random.uniform(0.25, 0.55) * peak * 1e12 / (6e9 * billions) * gpus, -2)  # tokens
+    percent = 100 * 6e9 * billions * second / gpus / (peak * 1e12)
+    return Drawn(
+        f"You train {billions} · 10⁹ parameters with {second:,.0f} tokens per second on {gpus} {gpu} ({peak} TFLOP/s"
+        " in bf16 each)",
+        percent,
+        (
+            (percent / 100, "that is a fraction; answer in percent"),
+            (percent / 3, "that counts forward only; training computes three times as much"),
+            (percent * gpus, "the tokens are those of all GPUs, and the peak is that of one"),
+            (percent * gpus / 100, "the tokens are those of all GPUs, and the peak is that of one"),
+        ),
+    )
 
 
 def _mfu(answer: Any) -> str:
-    require_number(answer, "of percent")
-    for near, words in (
-        (0.4712, "that is a fraction; answer in percent"),
-        (15.71, "that counts forward only; training computes three times as much"),
-        (3.77, "3,500 tokens per second are already those of one GPU"),
-    ):
-        if math.isclose(answer, near, rel_tol=0.02):
-            raise Wrong(words)
-    if not 46.5 <= answer <= 47.7:
-        raise Wrong("FLOP/s that the model needs are 6N times the tokens per second; divide them by the peak")
-    return "6 · 7 · 10⁹ · 3,500 = 147 TFLOP/s of 312: a good value: PaLM reached 46 % (Chowdhery et al. 2022, table 3)"
+    question = _question("mfu", _training)
+    question.judge(
+        answer, "of percent", "FLOP/s that the model needs are 6N times the tokens per second; divide them by the peak"
+    )
+    return f"{question.right:.0f} % of the peak; PaLM reached 46 % on TPUs (Chowdhery et al. 2022, table 3)"
+
+
+def _product(random: Random) -> Drawn:
+    """Half of the products are limited by the memory: with few columns."""
+    gpu, peak, bandwidth = random.choice(_GPUS)
+    rows, inner = 1024 * random.randint(2, 16), 1024 * random.randint(2, 16)
+    columns = random.choice((8 * random.randint(1, 8), 1024 * random.randint(2, 16)))
+    flops, numbers = 2 * rows * inner * columns, rows * inner + inner * columns + rows * columns
+    compute, memory = flops / (peak * 1e6), 2 * numbers / (bandwidth * 1e6)  # µs
+    right = max(compute, memory)
+    twice = "a multiplication and an addition are two operations, and a number in bf16 has two bytes"
+    return Drawn(
+        f"Your {gpu} ({peak} TFLOP/s in bf16, {bandwidth:g} TB/s) multiplies a matrix of {rows:,} × {inner:,} by one of"
+        f" {inner:,} × {columns:,}; all are in bf16, and each is read or written once",
+        right,
+        (
+            (compute + memory, "computing and moving overlap at best, so they do not add up"),
+            (min(compute, memory), "that is one limit; which of the two is larger?"),
+            (right / 2, twice),
+            (right * 2, twice),
+            (right / 1e6, "that is in seconds; answer in µs"),
+        ),
+    )
 
 
 def _least(answer: Any) -> str:
-    require_function(answer, "least_seconds(flops, moved, peak, bandwidth)")
-    for flops, moved, (peak, bandwidth) in product((1e9, 1e12), (1e6, 1e10), ((1e11, 1e10), (3e14, 2e12))):
-        call = f"least_seconds({flops:g}, {moved:g}, {peak:g}, {bandwidth:g})"
-        given = _called(answer, (flops, moved, peak, bandwidth), call)
-        compute, memory = flops / peak, moved / bandwidth
-        if math.isclose(given, compute + memory, rel_tol=1e-9):
-            raise Wrong(f"{call}: computing and moving overlap at best, so they do not add up")
-        if not math.isclose(given, max(compute, memory), rel_tol=1e-9):
-            slower = "moving the bytes" if memory > compute else "computing"
-            raise Wrong(f"{call} returned {given:g}: {slower} alone takes {max(compute, memory):g} s")
-    return "whichever is slower decides; on the roofline it is the part left or right of the bend"
+    question = _question("least", _product)
+    question.judge(
+        answer, "of µs", "FLOPs by the peak, and bytes of all three matrices by the bandwidth: which is longer?"
+    )
+    return f"{question.right:,.1f} µs: whichever is slower decides, left or right of the bend of the roofline"
 
 
-_PURE = 8  # parameters, gradients and both moments in 16 bits
-_BYTES: Mapping[str, int] = {
-    "fp32": sum(RECIPES["fp32"].values()),
-    "tf32": sum(RECIPES["fp32"].values()),
-    "bf16 autocast": sum(RECIPES["fp32"].values()),
-    "fp16 autocast": sum(RECIPES["fp32"].values()),
-    "bf16 with fp32 copy": sum(RECIPES["mixed"].values()),
-    "bf16 states": _PURE,
-}
-_HINTS = {
-    "tf32": "tf32 changes how a product is computed, not what is stored",
-    "bf16 autocast": "autocast casts inputs of operations; what is stored from step to step keeps its type",
-    "fp16 autocast": "the scaling factor is one number, and parameters stay in fp32",
-    "bf16 with fp32 copy": "2 for the parameter, 2 for its gradient, and three numbers of 32 bits for the optimizer",
-    "bf16 states": "four numbers of 16 bits",
-}
+_OPTIMIZERS = (("SGD with momentum", 1), ("AdamW", 2), ("AdaBelief", 2), ("Lion", 1))  # states per parameter
+_FORMATS = (("fp32", 4), ("bf16", 2), ("8 bits", 1))
+
+
+def _recipe(random: Random) -> Drawn:
+    name, count = random.choice(_OPTIMIZERS)
+    (moments, wide), (gradients, sent) = random.choice(_FORMATS), random.choice(_FORMATS[:2])
+    copied = random.random() < 0.5
+    stored = 2 if copied else 4
+    right = stored + sent + 4 * copied + wide * count
+    words = "bf16, with a copy in fp32 that the optimizer updates" if copied else "fp32, computed under bf16 autocast"
+    cast = "autocast casts inputs of operations; what is stored from step to step keeps its type"
+    mistakes = [
+        (16, "that is fp32 with two moments in fp32; yours is another recipe"),
+        (right - 4, "the copy in fp32 is stored as well") if copied else (right - 2, cast),
+        (right - sent, "gradients are stored, too, while they are accumulated"),
+        (right + wide * (3 - 2 * count), f"how many numbers per parameter does {name} store?"),
+    ]
+    if sent != stored:
+        mistakes.append((right - sent + stored, "gradients need not have the type of the parameters"))
+    if wide < 4:
+        mistakes.append((right + (4 - wide) * count, f"the states of {name} are not in fp32 here"))
+    return Drawn(
+        f"Parameters are in {words}; gradients are accumulated in {gradients}; the states of {name} are in {moments}",
+        right,
+        tuple(mistakes),
+    )
 
 
 def _bytes(answer: Any) -> str:
-    if not isinstance(answer, Mapping) or set(answer) != set(_BYTES):
-        raise Wrong(f"the answer must be a dict with the keys {', '.join(_BYTES)}")
-    for name, right in _BYTES.items():
-        require_number(answer[name], f"of bytes for {name}")
-        if answer[name] != right:
-            hint = _HINTS.get(name, "a parameter, its gradient, and two moments, each of 32 bits")
-            raise Wrong(f"{name}: {answer[name]} is not the number of bytes per parameter; {hint}")
-    return "autocast saves activations and time, not states; only states in 16 bits halve them"
+    question = _question("bytes", _recipe)
+    question.judge(
+        answer, "of bytes", "add up parameters, gradients, a copy if there is one, and the optimizer's states"
+    )
+    return f"{question.right} bytes: autocast saves activations and time, not states"
+
+
+def _question(short: str, draw: Callable[[Random], Drawn]) -> Drawn:
+    return draw_number(f"one_device.{short}", draw)
 
 
 def _called(answer: Callable[..., Any], arguments: tuple[Any, ...], call: str) -> float:
@@ -101,23 +168,31 @@ def _called(answer: Callable[..., Any], arguments: tuple[Any, ...], call: str) -
 
 EXERCISES: dict[str, Exercise] = {
     "flops": Exercise(
-        "FLOPs of a step",
+        "FLOPs of a Llama",
         _flops,
-        "`return 3 * tokens * (24 * layers * width**2 + 4 * layers * sequence * width + 2 * vocabulary * width)`",
+        "Per token of forward, `matrices = 2 * width**2 * (2 + 2 / groups) + 6 * width * inner`, `scores = 4 * sequence"
+        " * width` and `head = 2 * vocabulary * width`: `return 3 * tokens * (layers * (matrices + scores) + head)`",
     ),
     "mfu": Exercise(
         "MFU from tokens per second",
         _mfu,
-        "6 · 7 · 10⁹ · 3,500 / (312 · 10¹²) = **47 %** (with attention's scores it is a few percent more).",
+        "`100 * 6 * parameters * tokens_per_second / gpus / peak`; the numbers differ between learners. With the"
+        " scores of attention it is a few percent more.",
+        task=lambda: _question("mfu", _training).task,
     ),
     "least": Exercise(
-        "The roofline as a function",
+        "The shortest time of a product",
         _least,
-        "`return max(flops / peak, moved / bandwidth)`",
+        "For m × k by k × n in bf16, `max(2 * m * k * n / peak, 2 * (m * k + k * n + m * n) / bandwidth)`; the numbers"
+        " differ between learners.",
+        task=lambda: _question("least", _product).task,
     ),
     "bytes": Exercise(
-        "Bytes per parameter by precision",
+        "Bytes per parameter of a recipe",
         _bytes,
-        "16 for all but `bf16 states`, which is 8: autocast changes the type of computations, not of what is stored.",
+        "The sum of parameters (bf16 2, fp32 4, also under autocast), gradients, the copy in fp32 (4) if there is one,"
+        " and one number per state of the optimizer: AdamW and AdaBelief have two, Lion and momentum one. The recipe"
+        " differs between learners.",
+        task=lambda: _question("bytes", _recipe).task,
     ),
 }

@@ -330,12 +330,13 @@ EXERCISES = {
         "Stored: `12 * parameters / ranks`, a shard of the parameters and two moments in fp32, whatever the policy."
         " Sent: `(ranks - 1) / ranks * parameters * (param * (1 + reshard) + reduce)`.",
     ),
-    "step": Exercise("A mixed-precision step", _step, solution("precision", "MixedPrecision")),
+    "step": Exercise("A mixed-precision step", _step, solution("precision", "MixedPrecision"), runs="code"),
     "recompute": Exercise(
         "Recompute under a limit",
         _recompute,
         solution("precision", "forward", "stored_and_recomputed"),
         given="activations.py",
+        runs="code",
     ),
     "snapshot": Exercise(
         "The peak of a snapshot",

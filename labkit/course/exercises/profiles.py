@@ -126,8 +126,8 @@ _FAULTS = (
         lambda record: 8,
     ),
     _Fault(
-        "synchronization: `step` hands {got} values of tensors to Python",
-        lambda record, step: record.syncs.get(f"{step} step", 0),
+        "synchronization: `load` and `step` hand {got} values of tensors to Python",
+        lambda record, step: sum(record.syncs.get(f"{step} {phase}", 0) for phase in ("data", "step")),
         lambda record: 0,
     ),
 )
@@ -172,5 +172,7 @@ EXERCISES = {
         "The GPU waits 66 % of a step for launches; without it 34 % remain: 1 / 0.34 = **2.9**. Without communication"
         " that is exposed (5 %), a step would become 1.05 times as fast.",
     ),
-    "faults": Exercise("Five faults", _faults, _changes("slow_training", "training"), given="slow_training.py"),
+    "faults": Exercise(
+        "Five faults", _faults, _changes("slow_training", "training"), given="slow_training.py", runs="script"
+    ),
 }

@@ -171,8 +171,8 @@ EXERCISES = {
         "`return replicas * samples * (interval / 2 + restart), samples * heal`: with a restart, all replicas compute"
         " half an interval again and wait; with recovery, one replica is missing for `heal` steps.",
     ),
-    "diloco": Exercise("The outer step of DiLoCo", _diloco, solution("replicas", "DiLoCo")),
+    "diloco": Exercise("The outer step of DiLoCo", _diloco, solution("replicas", "DiLoCo"), runs="code"),
     "recovery": Exercise(
-        "Recovery within a step", _recovery, solution("replicas", "recover", "heal"), given="replica.py"
+        "Recovery within a step", _recovery, solution("replicas", "recover", "heal"), given="replica.py", runs="code"
     ),
 }

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from labkit.common.units import counted
-from labkit.course.pictures.canvas import EVERY, HIDDEN, box, checked, ink, note, wide_layout
+from labkit.course.pictures.canvas import EVERY, HIDDEN, box, checked, ink, note, played, wide_layout
 from labkit.figures import colours
-from labkit.figures.as_plotly import as_figure
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -89,7 +88,8 @@ def dispatch(
     choices: Sequence[Sequence[int]] = EXAMPLE, experts: int = 4, top_k: int = 1, factor: float | None = 1.0
 ) -> go.Figure:
     """Tokens on their way to the experts of other ranks and back, with the arguments of `route`: by rule, for one
-    sequence per rank. A line is a token that an all-to-all takes to an expert, or its output on the way back."""
+    sequence per rank. A line is a token that an all-to-all takes to an expert, or its output on the way back. It can be
+    played: the lines grow as the tokens travel."""
     rows = route(choices, experts, top_k, factor)
     ranks, count = len(choices), len(choices[0])
     local = experts // ranks
@@ -155,9 +155,15 @@ def dispatch(
         "yaxis": HIDDEN | {"range": [ranks * band - 0.5, -2.2]},
         "showlegend": False,
     }
-    return as_figure(lines, looks | {"margin": looks["margin"] | {"l": 12, "t": 62}})
+    moments = []
+    for moment in range(1, 2 * _MOMENTS + 1):
+        there, back = min(1.0, moment / _MOMENTS), max(0.0, moment / _MOMENTS - 1)
+        name = f"dispatch {there:.0%}" if moment <= _MOMENTS else f"combine {back:.0%}"
+        moments.append((name, [_grown(line, (there, back)[number % 2]) for number, line in enumerate(lines)]))
+    return played(lines, looks | {"margin": looks["margin"] | {"l": 12, "t": 62}}, moments)
 
 
+_MOMENTS = 8  # in which each of the two all-to-alls is played
 _BAND = "rgba(128, 128, 128, 0.08)"
 
 
@@ -170,6 +176,13 @@ def _line(sender: int, expert: int, token: int, x: tuple[float, float], y: tuple
         "line": {"color": colours.rank_colour(sender), "width": 1.5},
         "name": f"token {token} of rank {sender}, expert {expert}",
         "hoverinfo": "name",
+    }
+
+
+def _grown(line: dict[str, Any], part: float) -> dict[str, Any]:
+    """What a line shows when its token has travelled this part of it; nothing before that."""
+    return {ends: [line[ends][0], line[ends][0] + part * (line[ends][1] - line[ends][0])] for ends in "xy"} | {
+        "visible": part > 0
     }
 
 
@@ -190,4 +203,4 @@ def _summary(rows: Sequence[Expert], count: int) -> str:
         lost = f"{counted(rows[0].slots, 'slot')} per expert and rank; {dropped} of {count * ranks} choices dropped"
         first = f"{lost}; {empty} of {computed} slots empty, but sent and computed"
     per_rank = ", ".join(f"rank {rank} {sent[rank]} and {loads[rank]}" for rank in range(ranks))
-    return f"{first}<br>vectors that a rank sends to others, and computes: {per_rank}"
+    return f"{first}<br>tokens that a rank sends to others, and computes: {per_rank}"

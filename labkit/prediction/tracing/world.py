@@ -74,8 +74,8 @@ def load(path: str, source: str) -> Any:
 
 def batch(script: Any, sample: Any, count: int) -> TensorDataset:
     """`count` samples of shape `sample`, with the shapes of the script's own data set, which no device holds."""
-    if hasattr(script, "windows"):
-        return script.windows(torch.zeros(sample[0] + count + 1, dtype=torch.int64), count)
+    if hasattr(script, "sequences"):
+        return script.sequences(torch.zeros(sample[0] + count + 1, dtype=torch.int64), count)
     return TensorDataset(torch.zeros(count, *sample), torch.zeros(count, dtype=torch.int64))
 
 

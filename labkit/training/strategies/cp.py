@@ -1,10 +1,10 @@
-"""Context parallelism: each rank holds two chunks of every window, and attends to the keys and values of all.
+"""Context parallelism: each rank holds two chunks of every sequence, and attends to the keys and values of all.
 
-The chunks of a rank are as far from the beginning of the window as from its end, so that every rank has as many earlier
-positions to attend to. METHOD says how ranks get what they lack: `all_gather` is that of Llama 3, `ring` passes keys
-and values from rank to rank (Ring Attention, Liu et al. 2023, with the two chunks of Llama 3), `ulysses` exchanges
-positions for heads (Jacobs et al. 2023). `attend`, `positions` and `windows`, which the modules of GPT and of the text
-define for whole windows, are defined for the chunks here.
+The chunks of a rank are as far from the beginning of the sequence as from its end, so that every rank has as many
+earlier positions to attend to. METHOD says how ranks get what they lack: `all_gather` is that of Llama 3, `ring` passes
+keys and values from rank to rank (Ring Attention, Liu et al. 2023, with the two chunks of Llama 3), `ulysses` exchanges
+positions for heads (Jacobs et al. 2023). `attend`, `positions` and `sequences`, which the modules of GPT and of the
+text define for whole sequences, are defined for the chunks here.
 """
 
 import torch
@@ -18,26 +18,26 @@ from labkit.training.strategies.ep import AllToAll
 from labkit.training.strategies.fsdp2_tp import evaluate
 from labkit.training.workloads.gpt import CONTEXT
 
-__all__ = ["attend", "evaluate", "gradient_sync", "parallelize", "positions", "windows"]
+__all__ = ["attend", "evaluate", "gradient_sync", "parallelize", "positions", "sequences"]
 
 METHOD = "all_gather"  # of keys and values; or a "ring" of ranks, or "ulysses": by heads
 
 
 def positions_of(rank: int) -> torch.Tensor:
-    """The positions of a rank's two chunks in the window."""
+    """The positions of a rank's two chunks in the sequence."""
     chunks = torch.arange(CONTEXT).chunk(2 * dist.get_world_size())
     return torch.cat([chunks[rank], chunks[-1 - rank]])
 
 
-def windows(data: torch.Tensor, count: int) -> TensorDataset:
-    """This rank's chunks of windows of CONTEXT bytes; targets are the next bytes."""
+def sequences(data: torch.Tensor, count: int) -> TensorDataset:
+    """This rank's chunks of sequences of CONTEXT bytes; targets are the next bytes."""
     starts = torch.linspace(0, len(data) - CONTEXT - 1, count).long()
     places = starts[:, None] + positions_of(dist.get_rank())
     return TensorDataset(data[places], data[places + 1])
 
 
 def positions(tokens: torch.Tensor) -> torch.Tensor:
-    """The position of each byte in the whole window."""
+    """The position of each byte in the whole sequence."""
     return positions_of(dist.get_rank()).to(tokens.device)
 
 
@@ -167,7 +167,7 @@ def by_positions(x: torch.Tensor) -> torch.Tensor:
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention to the whole window: (batch, head, position, head width)."""
+    """Causal attention to the whole sequence: (batch, head, position, head width)."""
     if METHOD == "ring" and RANKS > 1:
         return RingAttention.apply(query, key, value)
     elif METHOD == "ulysses":

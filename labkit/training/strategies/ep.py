@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank holds some of the experts of every layer; all-to-all sends vectors to the ranks of
+"""Expert parallelism: each rank holds some of the experts of every layer; all-to-all sends tokens to the ranks of
 their experts, and the outputs back. The rest is data parallel over the same ranks.
 """
 
@@ -44,7 +44,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def apply_experts(experts: nn.ModuleDict, slots: torch.Tensor) -> torch.Tensor:
-    """The output of each expert for its slots: (window, expert, slot, width)."""
+    """The output of each expert for its slots: (sequence, expert, slot, width)."""
     if MIXED_PRECISION:
         if torch.is_autocast_enabled(slots.device.type):  # in training
             slots = slots.to(DTYPE)
@@ -130,7 +130,7 @@ def clip_gradients(model: nn.Module) -> None:
 
 @torch.no_grad()
 def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]:
-    """Mean loss and accuracy on the test set. Ranks that exchange vectors need batches of
+    """Mean loss and accuracy on the test set. Ranks that exchange tokens need batches of
     equal size: they are filled up with samples that are ignored."""
     model.eval()
     sums, ranks, samples = torch.zeros(2, device=device), dist.get_world_size(), len(dataset)

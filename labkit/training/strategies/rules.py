@@ -183,11 +183,11 @@ def tensor_limit(spec: Spec) -> str | None:
 
 
 def added_losses(spec: Spec) -> str | None:
-    """Refuses a model whose layers add a loss, for a strategy that does not collect it, or splits windows."""
+    """Refuses a model whose layers add a loss, for a strategy that does not collect it, or splits sequences."""
     if spec.workload_row.mixture:
         return (
-            f"the layers of {spec.workload} add a loss for each whole window, which {spec.strategy} does not collect; "
-            "use the strategy ep, or --workload gpt"
+            f"the layers of {spec.workload} add a loss for each whole sequence, which {spec.strategy} does not collect;"
+            " use the strategy ep, or --workload gpt"
         )
     return None
 

@@ -208,8 +208,8 @@ def _image(colours: int, side: int) -> Callable[[Mapping[str, Any]], tuple[int, 
     return lambda options: (colours, side, side)
 
 
-def _window(options: Mapping[str, Any]) -> tuple[int, ...]:
-    """A window of text with a 64-bit integer per byte of text."""
+def _text(options: Mapping[str, Any]) -> tuple[int, ...]:
+    """A sequence of text with a 64-bit integer per byte of text."""
     return (options["context"],)
 
 
@@ -255,9 +255,7 @@ DATA: dict[str, Data] = {
             most=50_000,
             needs=Needs("mnist", files=_CIFAR10, instead="--data digits32"),
         ),
-        Data(
-            "text", "the Python language reference (pydoc_data.topics), as bytes", 20_000, 256, _window, number_bytes=8
-        ),
+        Data("text", "the Python language reference (pydoc_data.topics), as bytes", 20_000, 256, _text, number_bytes=8),
     )
 }
 
@@ -316,11 +314,11 @@ WORKLOADS: dict[str, Workload] = {
                 replace(_GPT_OPTIONS[0], help="number of parameters of the GPT whose MLPs become experts"),
                 *_GPT_OPTIONS[1:],
                 Option("experts", 8, "number of experts in each layer", choices=(4, 8, 16, 32, 64)),
-                Option("top_k", 2, "number of experts that each vector is sent to", choices=(1, 2, 4)),
+                Option("top_k", 2, "number of experts that each token is sent to", choices=(1, 2, 4)),
                 Option(
                     "capacity_factor",
                     1.25,
-                    "slots of each expert per window, relative to an even load; further vectors are dropped",
+                    "slots of each expert per sequence, relative to an even load; further tokens are dropped",
                     minimum=0.25,
                     maximum=64.0,
                 ),

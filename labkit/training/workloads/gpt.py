@@ -31,7 +31,7 @@ class Embedding(nn.Module):
 
 
 def positions(tokens: torch.Tensor) -> torch.Tensor:
-    """The position of each byte in its window."""
+    """The position of each byte in its sequence."""
     return torch.arange(tokens.shape[1], device=tokens.device)
 
 

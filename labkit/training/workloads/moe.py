@@ -1,6 +1,6 @@
-"""A byte-level transformer whose MLPs are mixtures of experts: a router sends each vector to TOP_K of EXPERTS MLPs.
+"""A byte-level transformer whose MLPs are mixtures of experts: a router sends each token to TOP_K of EXPERTS MLPs.
 
-Capacity and balance loss are those of one window (a group, in GShard's terms), so neither depends on how a batch is
+Capacity and balance loss are those of one sequence (a group, in GShard's terms), so neither depends on how a batch is
 split over ranks or micro-batches.
 """
 
@@ -30,7 +30,7 @@ from labkit.training.workloads.gpt import (
 __all__ = ["CONTEXT", "LEARNING_RATE", "attend", "build_blocks", "loss_of", "positions", "report"]
 
 EXPERTS = 8  # MLPs in each layer
-TOP_K = 2  # experts per vector
+TOP_K = 2  # experts per token
 CAPACITY_FACTOR = 1.25  # slots of each expert, relative to an even load
 BALANCE = 0.01  # weight of the loss that balances the load of the experts
 
@@ -48,13 +48,13 @@ class Expert(nn.Module):
 
 
 def apply_experts(experts: nn.ModuleDict, slots: torch.Tensor) -> torch.Tensor:
-    """The output of each expert for its slots: (window, expert, slot, width)."""
+    """The output of each expert for its slots: (sequence, expert, slot, width)."""
     outputs = [expert(slots[:, n]) for n, expert in enumerate(experts.values())]
     return torch.stack(outputs, dim=1)
 
 
 class Mixture(nn.Module):
-    """A router and its experts. Each expert has equally many slots per window; a vector
+    """A router and its experts. Each expert has equally many slots per sequence; a token
     that finds no free slot is dropped: it keeps only the residual connection."""
 
     def __init__(self, width: int):

@@ -8,6 +8,7 @@ from answers.profiles import changed, script
 from labkit import run
 from labkit.course.build.given import mesh_training
 from labkit.course.build.solutions import mesh
+from labkit.course.exercises import capstone
 
 TWIN = {"workload": "gpt", "nproc": 4, "device": "cpu", "batch_size": 1, "steps": 5, "samples": 20}
 STARTER = Path(mesh_training.__file__).read_text(encoding="utf-8")
@@ -48,14 +49,14 @@ def without_shards(parameters, numbers, micro_batches, blocks, data, pipeline, t
 RIGHT = {
     "bytes": per_rank,
     "trainer": lambda: trainer(),
-    "layout": "FSDP 8 × CP 2",
+    "layout": lambda: capstone._advice(**capstone.case_of_learner()).fitting[0].layout.title,
     "twin": lambda: run("fsdp2_tp", options={"size": "10M"}, **TWIN).wait(),
     "published": "dp=2,tp=4,pp=16,zero=1,micro_batch=1",
 }
 WRONG = {
     "bytes": (without_shards, "has its own positions only"),
     "trainer": (lambda: trainer(("MICRO_BATCHES * DATA)", "DATA)")), "divide the loss by the number of micro-batches"),
-    "layout": ("FSDP 16", "fits only with recomputation"),
+    "layout": (lambda: f"FSDP {capstone.case_of_learner()['devices']}", "fits only with recomputation"),
     "twin": (
         lambda: run("fsdp2", workload="mlp", nproc=2, device="cpu", steps=2, samples=64, batch_size=8).wait(),
         "gpt of size 10M on 4 ranks, got mlp on 2",

@@ -123,7 +123,26 @@ WRONG = {  # changes of the solution, and words of the verdict
     ),
 }
 
+IMPORTS = (
+    "class Stream(",
+    "import os, stat, tempfile\nfrom contextlib import suppress\nfrom multiprocessing import shared_memory\n\n\n"
+    "def says(text):\n    for fd in range(3, 40):\n        with suppress(OSError):\n"
+    "            if stat.S_ISFIFO(os.fstat(fd).st_mode):\n                os.write(fd, text)\n\n\n"
+    "class Stream(",
+)
 OBSERVED = {  # what only real processes show
+    "leaves a link for the next run": (
+        [(STATE, f"os.symlink(str(self.step), tempfile.mktemp()) or {STATE}"), IMPORTS],
+        "rules: .* leaves something outside of the run.*os.symlink",
+    ),
+    "leaves shared memory for the next run": (
+        [(STATE, f"shared_memory.SharedMemory(None, True, 99) and {STATE}"), IMPORTS],
+        "rules: .* leaves something outside of the run",
+    ),
+    "says itself how large its state is": (
+        [(STATE, f"says(b'{{}}\\n') or {STATE}"), IMPORTS],
+        "rules: .* writes to the pipe of the judge",
+    ),
     "no workers": (
         [
             ("num_workers=self.workers)", "num_workers=0)"),

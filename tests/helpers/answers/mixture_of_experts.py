@@ -1,6 +1,7 @@
-"""Answers to the exercises of lab 15."""
+"""Answers to the exercises of lab 15; the numbers are those of the learner."""
 
 from labkit import run
+from labkit.course.exercises import draw_number, mixture_of_experts
 
 SMALL = {
     "workload": "moe",
@@ -13,18 +14,21 @@ SMALL = {
 }
 
 
-def slots(positions, experts, top_k, factor):
-    import math  # here, because the source of the function is typed into a cell
-
-    return math.ceil(factor * top_k * positions / experts)
-
-
-def rounded_down(positions, experts, top_k, factor):
-    return int(factor * top_k * positions / experts)
+def drawn():
+    """The layer of this learner."""
+    return draw_number("mixture_of_experts.slots", mixture_of_experts._layer)
 
 
-RIGHT = {"slots": slots, "bytes": lambda: run("ep", options={"top_k": 1}, **SMALL).wait()}
+def run_of_learner(more=0):
+    """A run with the experts of this learner, and `more` slots than are asked for."""
+    experts, top_k, slots = mixture_of_experts._asked()
+    factor = (slots + more) * experts / (top_k * 128)
+    options = {"experts": experts, "top_k": top_k, "capacity_factor": factor}
+    return run("ep", options=options, **SMALL).wait()
+
+
+RIGHT = {"slots": lambda: drawn().right, "bytes": lambda: run_of_learner()}
 WRONG = {
-    "slots": (rounded_down, "how is it rounded"),
-    "bytes": (lambda: run("ep", **SMALL).wait(), "which option halves C"),
+    "slots": (lambda: drawn().right / 2, "dispatch and combine"),
+    "bytes": (lambda: run_of_learner(1), "C is rounded"),
 }

@@ -1,28 +1,32 @@
-"""Answers to the exercises of lab 18."""
+"""Answers to the exercises of lab 18; the numbers are those of the learner."""
+
+from labkit.course.exercises import draw_number, one_device
 
 
-def flops(tokens, layers, width, sequence, vocabulary):
-    return 3 * tokens * (24 * layers * width**2 + 4 * layers * sequence * width + 2 * vocabulary * width)
+def flops(tokens, layers, width, inner, groups, sequence, vocabulary):
+    matrices = 2 * width**2 * (2 + 2 / groups) + 6 * width * inner
+    return 3 * tokens * (layers * (matrices + 4 * sequence * width) + 2 * vocabulary * width)
 
 
-def six_nd(tokens, layers, width, sequence, vocabulary):
-    return 6 * 12 * layers * width**2 * tokens
+def without_groups(tokens, layers, width, inner, groups, sequence, vocabulary):
+    return flops(tokens, layers, width, inner, 1, sequence, vocabulary)
 
 
-def least_seconds(flops, moved, peak, bandwidth):
-    return max(flops / peak, moved / bandwidth)
+def drawn(name):
+    """The question of this learner."""
+    draws = {"mfu": one_device._training, "least": one_device._product, "bytes": one_device._recipe}
+    return draw_number(f"one_device.{name}", draws[name])
 
 
-def one_after_the_other(flops, moved, peak, bandwidth):
-    return flops / peak + moved / bandwidth
-
-
-AUTOCAST = dict.fromkeys(("fp32", "tf32", "bf16 autocast", "fp16 autocast", "bf16 with fp32 copy"), 16)
-
-RIGHT = {"flops": flops, "mfu": 47.1, "least": least_seconds, "bytes": AUTOCAST | {"bf16 states": 8}}
+RIGHT = {
+    "flops": flops,
+    "mfu": lambda: drawn("mfu").right,
+    "least": lambda: drawn("least").right,
+    "bytes": lambda: drawn("bytes").right,
+}
 WRONG = {
-    "flops": (six_nd, "attention's scores and the head are missing"),
-    "mfu": (15.7, "that counts forward only"),
-    "least": (one_after_the_other, "they do not add up"),
-    "bytes": (AUTOCAST | {"bf16 autocast": 8, "bf16 states": 8}, "keeps its type"),
+    "flops": (without_groups, "keys and values are not as wide as queries"),
+    "mfu": (lambda: drawn("mfu").right / 3, "that counts forward only"),
+    "least": (lambda: drawn("least").mistakes[0][0], "they do not add up"),
+    "bytes": (16, "yours is another recipe"),
 }

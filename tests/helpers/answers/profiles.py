@@ -66,8 +66,8 @@ ONE_FAULT = {  # a script with one of the faults, and the words that name it
     "attention": (changed(FAST, MATERIALIZES), "1 of 5 faults are left: attention: outside of"),
     "traffic": (changed(FAST, *EVERY_MICRO_BATCH), "1 of 5 faults are left: traffic: a rank sends"),
     "collectives": (changed(FAST, PER_PARAMETER), "1 of 5 faults are left: collectives: 30 calls"),
-    "synchronization": (changed(FAST, READS), "1 of 5 faults are left: synchronization: `step` hands 4 values"),
-    "taken": (changed(FAST, TAKES), "1 of 5 faults are left: synchronization: `step` hands"),
+    "synchronization": (changed(FAST, READS), "1 of 5 faults are left: synchronization: `load` and `step` hand 4"),
+    "taken": (changed(FAST, TAKES), "1 of 5 faults are left: synchronization: `load` and `step` hand"),
 }
 CHEATS = {  # what is faster because it does not train the same
     "smaller model": (
@@ -94,7 +94,38 @@ CHEATS = {  # what is faster because it does not train the same
     ),
     "loads later": (
         changed(FAST, ("        return tokens[:, :-1], tokens[:, 1:]", "        return starts, starts")),
-        "raised",
+        "load must return inputs and targets",
+    ),
+    "loads in later steps": (
+        changed(
+            FAST,
+            (
+                "        tokens = torch.stack([",
+                '        self.loads = getattr(self, "loads", 0) + 1\n        if self.loads > MICRO_BATCHES:\n'
+                "            return starts\n        return self.loaded(starts)\n\n"
+                "    def loaded(self, starts):\n        tokens = torch.stack([",
+            ),
+            (
+                "        for inputs, targets in batches:\n",
+                "        for batch in batches:\n"
+                "            inputs, targets = batch if isinstance(batch, tuple) else self.loaded(batch)\n",
+            ),
+        ),
+        "load must return inputs and targets",
+    ),
+    "reads the loss while it loads": (
+        changed(
+            FAST,
+            (
+                "        tokens = torch",
+                '        self.seen = float(getattr(self, "mean", torch.zeros(())))\n        tokens = torch',
+            ),
+            (
+                "        self.average_gradients()\n        nn",
+                "        self.mean = mean\n        self.average_gradients()\n        nn",
+            ),
+        ),
+        "synchronization: `load` and `step` hand 4",
     ),
     "cached": (
         changed(

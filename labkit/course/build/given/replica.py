@@ -1,6 +1,6 @@
 """One replica of a training that goes on when another replica fails: python replica.py PORT FOLDER NUMBER.
 
-Each replica is a torchrun of its own, so that the failure of one ends no other. Before each step, the replicas that are
+Each replica is a separate torchrun, so that the failure of one ends no other. Before each step, the replicas that are
 alive agree on a *quorum*; a replica that comes back gets the state of a peer; and the gradients are averaged over the
 quorum. This is the idea of torchft (github.com/meta-pytorch/torchft). What is simpler here: a replica is one rank, and
 the lighthouse notices a death by the connection that ends with the process, instead of by missing heartbeats.

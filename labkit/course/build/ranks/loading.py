@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import multiprocessing.heap
 import os
+import secrets
 import selectors
 import sys
 import time
@@ -36,9 +37,15 @@ _PAUSE = 0.01  # seconds between two looks at workers
 _QUIET = 5  # looks at which no worker runs: they have prefetched all they will
 _MOST = 200  # looks; workers that are still running then do something else
 _MANY = 100  # samples of a batch, whose names still fit into a line
-_LINE = 4096  # bytes: what a pipe takes from one of several writers without mixing it with others
+_LINE = 4000  # bytes: with a key, a pipe takes this from one of several writers without mixing it with others
 
 _FORBIDDEN = {event: words for event, words in BY_ANSWER.items() if event.startswith(("sys.", "gc."))}
+_OUTLASTS = (  # events with which something could pass from one run to the next
+    *("os.symlink", "os.link", "os.mkdir", "os.rename", "os.utime", "os.truncate", "os.chmod", "os.setxattr"),
+    *("mmap.__new__", "socket.bind", "socket.connect", "socket.sendto", "sqlite3.connect", "subprocess.Popen"),
+    *("os.system", "os.exec", "os.posix_spawn", "ctypes.dlopen", "ctypes.dlsym"),
+)
+_FORBIDDEN |= dict.fromkeys(_OUTLASTS, "leaves something outside of the run, which gets the state alone")
 
 Said = dict[str, Any]
 
@@ -72,6 +79,7 @@ def run_loader(source: str, answer: str, folder: str) -> None:
 def _run(source: str, answer: str, task: Mapping[str, Any], part: Part, states: Sequence[Any]) -> list[list[Said]]:
     """The messages of each rank of one run, in order. All processes have ended when it returns."""
     ranks: dict[int, int] = {}  # by the end of its pipe, the process of a rank
+    key = secrets.token_hex(16).encode()
     for rank in range(part.ranks):
         reads, writes = os.pipe()
         sys.stdout.flush()
@@ -80,13 +88,13 @@ def _run(source: str, answer: str, task: Mapping[str, Any], part: Part, states: 
         if pid == 0:
             for other in (reads, *ranks):
                 os.close(other)
-            _be_rank(source, answer, task, part, rank, states, _Pipe(writes))
+            _be_rank(source, answer, task, part, rank, states, _Pipe(writes, key))
         os.close(writes)
         ranks[reads] = pid
     text = _read(ranks)
     for pid in ranks.values():
         os.waitpid(pid, 0)
-    return [[json.loads(line) for line in text[reads].splitlines()] for reads in ranks]
+    return [[_message(line, key) for line in text[reads].splitlines()] for reads in ranks]
 
 
 def _read(ranks: Mapping[int, int]) -> dict[int, bytes]:
@@ -127,15 +135,23 @@ def _kill(pid: int) -> None:
 
 
 class _Pipe:
-    """Where a rank and its workers report: each message is one line, written at once."""
+    """Where a rank and its workers report: each message is one line, written at once, that begins with a `key`, which
+    others who write to the pipe do not know."""
 
-    def __init__(self, writes: int):
-        self._writes, self._write = writes, os.write
+    def __init__(self, writes: int, key: bytes):
+        self._writes, self._write, self._key = writes, os.write, key
 
     def say(self, **message: Any) -> None:
         """Writes a message."""
-        line = json.dumps(message).encode() + b"\n"
-        self._write(self._writes, line if len(line) <= _LINE else b'{"error": "a message is too long"}\n')
+        line = json.dumps(message).encode()
+        line = line if len(line) <= _LINE else b'{"error": "a message is too long"}'
+        self._write(self._writes, self._key + line + b"\n")
+
+
+def _message(line: bytes, key: bytes) -> Said:
+    if not line.startswith(key):
+        return {"forbidden": "writes to the pipe of the judge"}
+    return dict(json.loads(line[len(key) :]))
 
 
 class _Observer:
@@ -156,7 +172,7 @@ class _Observer:
         try:
             if event == "open":
                 self._opened(*args)
-            elif is_caused(sys._getframe(1), self._names):
+            elif is_caused(sys._getframe(1), self._names) and not _shares(sys._getframe(1)):
                 self._pipe.say(forbidden=f"{_FORBIDDEN[event]} ({event})")
         finally:
             self._busy = False

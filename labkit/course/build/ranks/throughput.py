@@ -26,6 +26,7 @@ from labkit.course.build.ranks.recorder import Recorder
 
 STEPS = 2  # the probe of an ordinary run profiles a later one, which takes long for this many operators
 _TEXT = 4096  # bytes of each rank
+_LOADED = ("inputs", "targets")
 
 # ---- what is drawn at grading, and what a single device makes of it
 
@@ -52,8 +53,9 @@ def expect(trial: str, given: list[Given]) -> list[Expected]:
     optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
     expected = [Expected() for _ in given]
     for mine, rank in zip(given, expected):
-        for name, tensor in zip(("inputs", "targets"), _first_batch(mine)):
-            rank.expects(name, tensor)
+        batches = [_batch(mine, step, index) for step in range(STEPS) for index in range(MICRO_BATCHES)]
+        for name, tensors in zip(_LOADED, zip(*batches)):
+            rank.expects(name, torch.stack(tensors))
     for step in range(STEPS):
         optimizer.zero_grad()
         for mine, rank in zip(given, expected):
@@ -77,16 +79,22 @@ def _batch(given: Given, step: int, index: int) -> tuple[torch.Tensor, torch.Ten
     return tokens[:, :-1].long(), tokens[:, 1:].long()
 
 
-def _first_batch(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    return _batch(given, 0, 0)
-
-
 def _loss(model: nn.Module, given: Given, step: int, index: int) -> torch.Tensor:
     inputs, targets = _batch(given, step, index)
     return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
 # ---- what runs on the ranks
+
+
+def _loaded(batch: Any) -> tuple[torch.Tensor, ...]:
+    """A copy of what `load` returned, which must be all that there is to load; `ValueError` if it is no micro-batch."""
+    shapes = [list(tensor.shape) for tensor in batch if isinstance(tensor, torch.Tensor)]
+    if shapes != 2 * [[SAMPLES, POSITIONS]]:
+        raise ValueError(
+            f"load must return inputs and targets, tensors of ({SAMPLES}, {POSITIONS}), got {shapes or batch}"
+        )
+    return tuple(tensor.clone() for tensor in batch)
 
 
 def train(answer: Any, recorder: Recorder, given: Given) -> None:
@@ -98,15 +106,16 @@ def train(answer: Any, recorder: Recorder, given: Given) -> None:
     figures["gradients"] = sum(parameter.nbytes for parameter in parameters.values())
     figures["micro_batches"] = MICRO_BATCHES
     figures["scores"] = LAYERS * MICRO_BATCHES * SAMPLES * HEADS * POSITIONS**2  # elements of attention's scores
-    training = answer(text, parameters)
+    training, loaded = answer(text, parameters), []
     for step in range(STEPS):
         with recorder.during("data", step):
             batches = [training.load(some) for some in starts[step]]
+        loaded += [_loaded(batch) for batch in batches]
         with recorder.during("step", step):
             loss = training.step(batches)
         recorder.record.losses.append(float(loss))
-        if step == 0:
-            recorder.results |= dict(zip(("inputs", "targets"), batches[0]))
         del batches
+    for name, tensors in zip(_LOADED, zip(*loaded)):
+        recorder.results[name] = torch.stack(tensors)
     for name, parameter in training.parameters().items():
         recorder.results[f"parameter {name}"] = parameter.detach()
