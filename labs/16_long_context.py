@@ -148,6 +148,9 @@ exchanged.figure("loss")
 # | ring | (6 − 4/n) · B·T·d | chunks that compute for longer than they travel |
 # | Ulysses | (8 − 8/n) · B·T·d / n | as many heads (of keys and values) as ranks, or more |
 #
+# The ring's keys and values make *n* − 1 hops in forward and as many in backward, and their gradients *n*: after the
+# last one they are home. An implementation that lets keys and values go home as well sends (6 − 2/n) · B·T·d.
+#
 # gloo implements the reduce-scatter of the first method as an all-reduce, which doubles it on CPU ranks.
 #
 # The ring sends the most and stores the least. **Predict:** with sequences of 512 positions, how many MiB of
