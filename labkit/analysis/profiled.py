@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 def usual(rank: RankState) -> list[Timeline]:
     """The rank's timelines of typical steps; of its early steps if there are no others."""
-    those = [timeline for step, timeline in sorted(rank.timelines.items()) if step >= USUAL]
-    return those or list(rank.timelines.values())
+    steps = {step: timeline for step, timeline in sorted(rank.timelines.items()) if not timeline.calls_only}
+    return [timeline for step, timeline in steps.items() if step >= USUAL] or [*steps.values()]
 
 
 def exposed(rank: RankState) -> dict[str, float]:

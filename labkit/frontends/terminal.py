@@ -416,7 +416,8 @@ def _sampled(state: RunState) -> list[str]:
     if not any(rank.timelines for rank in state.ranks.values()):
         return []
     chart = timeline(state)
-    lines = [f"profiled {chart.title.lower()}: {chart.note}"]
+    recorded = any(rank.timeline and rank.timeline.calls_only for rank in state.ranks.values())
+    lines = [f"{'' if recorded else 'profiled '}{chart.title.lower()}: {chart.note}"]
     if state.over:
         for entry in ledger(state):
             expected = "" if entry.theory is None else f", expected {sizes(entry.theory)}"

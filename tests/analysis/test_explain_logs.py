@@ -514,9 +514,7 @@ def test_shared_memory_explains_what_nccl_raises(tmp_path):
 
 
 _TRACED = ("Traceback (most recent call last):", '  File "/x/a.py", line 4, in go', "    f()", "KeyError: 'x'")
-_RAY = (
-    "- (node_id=aa, ip=10.0.0.1, pid=31) world_rank=0, local_rank=0\n- (ip=10.0.0.1, pid=32) world_rank=1, local_rank=1"
-)
+_RAY = ("- (node_id=aa, ip=10.0.0.1, pid=31) world_rank=0, local_rank=0", "- (ip=10.0.0.1, pid=32) world_rank=1")
 _BOX = ("╭───── Traceback (most recent call last) ─────╮", "│ /x/a.py:4 in go │", "│ ❱ 4     f() │", "╰─╯", _TRACED[3])
 _EXCEPTION_GROUP = (
     "  + Exception Group Traceback (most recent call last):",
