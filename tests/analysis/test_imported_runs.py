@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,12 @@ def test_logged_steps_become_steps(tmp_path):
 
 
 # ---- what cannot be kept
+
+
+def test_runs_of_one_second_are_in_the_order_in_which_they_were_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda *_: "20261128-114000")
+    made = [kept(job(tmp_path / name), name=name).name for name in ("zebra", "ant", "bee")]
+    assert [run.name for run in RunFolder.all()] == made
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "x" * 81, ".hidden"])
