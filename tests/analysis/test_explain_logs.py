@@ -541,6 +541,8 @@ def labelled(label: str, lines: Sequence[str] = _TRACED) -> str:
         "Ray alone": (labelled("(RayTrainWorker pid=32, ip=10.0.0.2) "), "RayTrainWorker pid=32"),
         "JSON": (json.dumps({"time": "2026-11-02T10:11:12Z", "rank": 1, "msg": "\n".join(_TRACED)}) + "\n", "rank 1"),
         "Docker": ("".join(json.dumps({"log": line + "\n"}) + "\n" for line in _TRACED), "0.log"),
+        "SageMaker": (labelled("[1,mpirank:1,algo-2]<stderr>:"), "rank 1"),
+        "flux": ("flux-job: task(s) exited with exit code 1\n" + labelled("1: "), "rank 1"),
         "rich": (labelled("[rank1]: ", _BOX), "rank 1"),
         "a group": (labelled("[rank1]: ", _EXCEPTION_GROUP), "rank 1"),
         "a bar": ("0: \r 10%|#  |\r 20%|## |\n" + labelled("1: \r 10%|# |\r", _TRACED), "rank 1"),
@@ -548,6 +550,26 @@ def labelled(label: str, lines: Sequence[str] = _TRACED) -> str:
 )
 def test_tracebacks_behind_other_labels(text, who, tmp_path):
     assert page(tmp_path, text).findings[0].title == f"{who} failed: KeyError: 'x' (a.py:4 in go)"
+
+
+_KILLED = "mpirun noticed that process rank 3 with PID 0 on node n2 exited on signal 9 (Killed).\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("step 1 loss 2.0\n" + _KILLED, "rank 3 was killed (SIGKILL)"),
+        ("[rank0]: step 3 loss 1.0\n[rank1]: torch.DistError: timed out\n", "rank 1 failed: DistError: timed out"),
+        ("{'loss': 2.31, 'epoch': 0.1}\n{'loss': nan, 'epoch': 0.2}\n", "the loss is nan in line 2 of 0.log"),
+        ("step 1 loss 2.0\n\0\0\0\0\n" + labelled(""), "0.log failed: KeyError: 'x' (a.py:4 in go)"),
+    ],
+)
+def test_what_launchers_and_trainers_leave_without_a_traceback(text, title, tmp_path):
+    assert [finding.title for finding in page(tmp_path, text).findings] == [title]
+
+
+def test_an_error_that_a_rank_survived_is_none(tmp_path):
+    assert names(page(tmp_path, "[rank1]: ConnectionError: retrying\n[rank1]: step 4 loss 1.0\n")) == []
 
 
 def test_a_log_that_powershell_has_redirected(tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import calendar
 import codecs
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,12 +48,15 @@ _PREFIXES = re.compile(
     r"|\[pod/(?P<pod>[\w.-]+)/[\w.-]+\] ?"  # kubectl logs --prefix
     r"|\((?P<actor>\w+ pid=\d+)(?:, ip=[\w.:]+)?\) ?"  # Ray
     r"|\[(?:rank(?P<rank>\d{1,7})\]: ?"  # torch, since 2.2
-    r"|(?:[\w.@-]+@)?\d+,(?P<process>\d{1,7})\]<std(?:out|err)>: ?)"  # mpirun --tag-output
+    r"|(?:[\w.@-]+@)?\d+,(?:mpirank:)?(?P<process>\d{1,7})(?:,[\w.-]+)?\]<std(?:out|err)>: ?)"  # mpirun --tag-output
     r"|\[[A-Za-z_]+(?P<local>\d{1,5})\]: ?"  # torchrun --tee: the role and the local rank
     r")"
 )
 _TASK = re.compile(r" *(\d{1,7}): ?")  # srun --label
 _HOST = re.compile(r"(?P<name>[\w.-]{1,100})(?:: | +\| )(?=Traceback \(most recent)")  # pdsh, Docker Compose
+_BY_MPI = re.compile(r"process rank (?P<rank>\d{1,7}) with PID \d+ .*?exited on signal (?P<signal>\d{1,2})\b")
+_NO_VALUE = re.compile(r"['\"]loss['\"]: (?P<loss>-?(?:nan|inf))\b", re.IGNORECASE)  # transformers tells no step
+_BARE = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S")
 _WORKER = re.compile(r"pid=(\d+)\) world_rank=(\d{1,7})")  # Ray, once for each worker
 _TIME = re.compile(rf"(?P<iso>{_ISO})|\[?[EWIF](?P<day>\d{{4}}) (?P<clock>\d\d:\d\d:\d\d\.\d+)")
 _ISO_PARTS = re.compile(r"([\d-]{10})[T _]([\d:]{8})(?:[.,](\d+))?(.*)")
@@ -167,6 +171,8 @@ class Speaker:
     whole: list[str] = field(default_factory=list)  # the tracebacks before it in its chain
     begun: int = 0  # number of the line at which it began
     message: Failure | None = None  # whose message may go on
+    bare: Failure | None = None  # the last line that names an error, without a traceback
+    no_value: tuple[int, str] | None = None  # the first line with a loss that has none, and that loss
     steps: dict[int, Logged] = field(default_factory=dict)  # of training
 
     @property
@@ -227,6 +233,8 @@ def looks_like_log(path: Path, head: bytes) -> bool:
     """Whether a file can be a log: it begins with text, and is no JSON, except torchrun's `error.json`."""
     if head.startswith(_UTF_16):
         return True
+    if path.suffix in _SUFFIXES[:4]:  # a file system may leave a hole of zeros in it
+        head = head.replace(b"\0", b"")
     if b"\0" in head or (".json" in path.suffixes and path.name != "error.json"):
         return False
     try:
@@ -333,6 +341,8 @@ class _Reader:
         if ("oss" in text or "ime" in text) and (trained := step_in(text)) and len(speaker.steps) < _MOST_STEPS:
             step, loss, seconds = trained
             speaker.steps[step] = Logged(loss, seconds, speaker.time)
+        elif "loss" in text and speaker.no_value is None and (lost := _NO_VALUE.search(text)):
+            speaker.no_value = log.lines, lost["loss"]
         if "NCCL" in text:
             log.nccl.add(text)
         if "atchdog" in text or "last enqueued" in text:
@@ -349,8 +359,11 @@ class _Reader:
         pod, task, local, rank, labelled, when = "", None, self._local, self._rank, False, ""
         if self._tasks and (found := _TASK.match(text)):
             task, text = int(found[1]), text[found.end() :]
-        if found := _HOST.match(text):
+        if (found := _HOST.match(text)) and not found["name"].isdecimal():
             self._hosts[found[0]] = found["name"]
+        elif found and task is None and len(found["name"]) < 8:
+            self._tasks = True
+            task, text = int(found["name"]), text[found.end() :]
         for label, host in self._hosts.items():
             if text.startswith(label):
                 pod, text = host, text[len(label) :]
@@ -387,6 +400,10 @@ class _Reader:
         elif text.startswith(_CRASHES) and (crash := _CRASH.search(text)):
             kind = crash["python"] or crash["thrown"] or crash["shell"]
             self._failed(speaker, Failure(speaker, kind, "", text, speaker.time, self._log.lines))
+        elif "exited on signal" in text and (killed := _BY_MPI.search(text)):
+            said = Speaker(speaker.path, rank=int(killed["rank"]))
+            self._failed(said, Failure(said, _signal(int(killed["signal"])), "", "", speaker.time, self._log.lines))
+            self._speakers[("mpirun", said.rank)] = said
         elif ": line " in text and (killed := _KILLED_BY_SHELL.search(text)):
             self._failed(speaker, Failure(speaker, _SIGNALS[killed[1]], "", "", speaker.time, self._log.lines))
         elif speaker.message is not None:
@@ -401,6 +418,9 @@ class _Reader:
                 speaker.whole = [*speaker.whole, text][-_MOST_LINES:]
             else:
                 speaker.message = None
+        elif _BARE.match(text):
+            kind, says = error_in(text) or ("", "")
+            speaker.bare = Failure(speaker, kind, says, "", speaker.time, self._log.lines) if kind else None
         elif speaker.whole and text.strip():
             speaker.whole = []
 
@@ -503,6 +523,10 @@ def _of_path(path: Path) -> tuple[int | None, int | None]:
     local = path.parent.name
     of_torchrun = path.stem in ("stdout", "stderr", "error") and local.isdecimal() and len(local) < 6
     return None, int(local) if of_torchrun else None
+
+
+def _signal(number: int) -> str:
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 def _seconds(text: str, year: int) -> float | None:
@@ -617,6 +641,9 @@ class Job:
                 self._add_block(log, block, found, by_rank)
         if self._by_task:
             self._add_tasks(found, by_rank)
+        if not found:  # the last line of a rank names an error, without a traceback
+            bare = [speaker.bare for speaker in self.speakers if speaker.bare is not None]
+            found = [failure for failure in bare if failure.order == failure.speaker.ended]
         return sorted(found, key=_order)
 
     def _add_block(self, log: Log, block: Mapping[str, str], found: list[Failure], by_rank: dict[int, Failure]) -> None:
@@ -627,8 +654,8 @@ class Job:
         if rank not in by_rank:
             said = block.get("traceback", "")
             said = "" if said.startswith("To enable traceback") else said
-            signal = re.match(r"Signal \d+ \((SIG\w+)\)", said)
-            kind, message = error_in(said) or (signal[1] if signal else f"exit code {code[0] if code else '?'}", "")
+            ended = re.match(r"Signal \d+ \((SIG\w+)\)", said)
+            kind, message = error_in(said) or (ended[1] if ended else f"exit code {code[0] if code else '?'}", "")
             speaker = Speaker(log.path, local=int(ranks[2]), rank=rank)
             by_rank[rank] = Failure(speaker, kind, message, "", None)
             found.append(by_rank[rank])
@@ -742,10 +769,23 @@ def _findings(job: Job) -> Iterator[Finding]:
     yield from (finding for finding in of_nccl if finding.kind != "wrong")
 
 
+_NAN = (
+    "an overflow or a division by zero: the learning rate is too high, fp16 has no loss scaling, or data are bad",
+    "go back to the checkpoint before; skip the batches of these steps, lower the learning rate or clip gradients;"
+    " torch.autograd.set_detect_anomaly(True) names the operation",
+)
+
+
 def _not_finite(job: Job) -> Iterator[Finding]:
     """The first loss that has no value."""
     lost = {rank: found for rank, steps in job.steps.items() if (found := first_not_finite(steps))}
     if not lost:
+        for speaker in job.speakers:
+            if speaker.no_value is not None:
+                line, said = speaker.no_value
+                where = f"line {line:,} of {_file(speaker.path)}"
+                yield Finding("nan_loss", "wrong", f"the loss is {said} in {where}", f"{where}: loss {said}", *_NAN)
+                return
         return
     rank = min(lost, key=lambda number: lost[number][0])
     step, loss = lost[rank]
@@ -761,9 +801,7 @@ def _not_finite(job: Job) -> Iterator[Finding]:
         "wrong",
         f"the loss becomes {loss:g} {when}" if before else f"the loss is {loss:g} from the first line on",
         evidence,
-        "an overflow or a division by zero: the learning rate is too high, fp16 has no loss scaling, or data are bad",
-        "go back to the checkpoint before; skip the batches of these steps, lower the learning rate or clip gradients;"
-        " torch.autograd.set_detect_anomaly(True) names the operation",
+        *_NAN,
         (rank,),
     )
 
