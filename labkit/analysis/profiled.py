@@ -73,6 +73,12 @@ def profiled_steps(state: RunState) -> list[int]:
     return sorted({step for rank in state.ranks.values() for step in rank.timelines})
 
 
+def step_in_words(state: RunState, step: int) -> str:
+    """`profiled step 5`; of dumps of the flight recorder, what they have instead of a step."""
+    ranks = (rank.timelines.get(step) for rank in state.ranks.values())
+    return "the recorded collectives" if any(one and one.calls_only for one in ranks) else f"profiled step {step:,}"
+
+
 def newest(state: RunState) -> int | None:
     """The newest step of which all ranks with timelines have one; without such a step, the newest of any rank."""
     those = [set(rank.timelines) for rank in state.ranks.values() if rank.timelines]

@@ -18,6 +18,8 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from labkit.analysis.diagnose.finding import Finding
 from labkit.analysis.foreign.breakdown import operation
 from labkit.analysis.foreign.chrome import Content
@@ -598,12 +600,13 @@ _AFTER = 0.05  # of the recorded time: for how much longer a call that has not e
 def _events(dumps: Mapping[int, Dump]) -> Iterator[OfRank]:
     """The ranks, and the calls of each on one axis of time, which are all that is known of what it did."""
     on_cpu = any(entry.backend == "gloo" for dump in dumps.values() for entry in dump.entries[-1:])
-    yield from present([*dumps], "cpu" if on_cpu else "cuda")
     times = [time for dump in dumps.values() for entry in dump.entries for time in (entry.created, entry.ended)]
     last = max(times, default=0)
     oldest = max(_FIRST_DAY, last - _LONGEST_TIME)
     first = min((time for time in times if time >= oldest), default=0)
     seconds = (last - first) * 1e-9 * (1 + _AFTER)
+    for start in present([*dumps], "cpu" if on_cpu else "cuda"):
+        yield replace(start, t=first * 1e-9)
     for rank, dump in dumps.items():
         entries = [entry for entry in dump.entries if entry.created >= oldest and entry.op != "coalesced"]
         if entries:
