@@ -135,7 +135,7 @@ def changes(before: str, old: RunState, after: str, new: RunState) -> Changes | 
     number of ranks), or have no profiled steps of the same ranks."""
     if (old.spec.strategy, old.world_size) != (new.spec.strategy, new.world_size):
         return None
-    ranks = [number for number, rank in old.ranks.items() if rank.timelines and _has_timelines(new, number)]
+    ranks = [number for number, rank in old.ranks.items() if usual(rank) and _has_timelines(new, number)]
     if not ranks:
         return None
     of_old, of_new = ({rank: usual(state.ranks[rank]) for rank in ranks} for state in (old, new))
@@ -161,7 +161,7 @@ def changes(before: str, old: RunState, after: str, new: RunState) -> Changes | 
 
 
 def _has_timelines(state: RunState, number: int) -> bool:
-    return number in state.ranks and bool(state.ranks[number].timelines)
+    return number in state.ranks and bool(usual(state.ranks[number]))
 
 
 _Measured = Mapping[str, tuple[float, float]]  # by name: seconds, and how often

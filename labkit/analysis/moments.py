@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy
 
 from labkit.analysis.diagnose import findings
+from labkit.analysis.profiled import step_in_words
 from labkit.common.units import size
 from labkit.record.events import Step, Timeline
 from labkit.record.folder import RunFolder
@@ -65,7 +66,7 @@ def course(folder: RunFolder) -> Course:
     steps = _step_ends(state, times_of)
     seconds = max(last, (state.status.ended or began) - began)
     moments = [Moment("start", "first step", float(steps[0]))] if len(steps) else []
-    moments += [Moment("step", f"profiled step {step:,}", position) for step, position in sorted(profiled.items())]
+    moments += [Moment("step", step_in_words(state, step), position) for step, position in sorted(profiled.items())]
     moments += _peak(state, times_of)
     moments += _first_finding(folder, state, seconds)
     moments.append(Moment("end", state.status.state, seconds))

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 def usual(rank: RankState) -> list[Timeline]:
     """The rank's timelines of typical steps; of its early steps if there are no others."""
-    those = [timeline for step, timeline in sorted(rank.timelines.items()) if step >= USUAL]
-    return those or list(rank.timelines.values())
+    steps = {step: timeline for step, timeline in sorted(rank.timelines.items()) if not timeline.calls_only}
+    return [timeline for step, timeline in steps.items() if step >= USUAL] or [*steps.values()]
 
 
 def exposed(rank: RankState) -> dict[str, float]:
@@ -71,6 +71,12 @@ def parts(one: Timeline) -> dict[str, float]:
 def profiled_steps(state: RunState) -> list[int]:
     """The steps of which at least one rank has a timeline."""
     return sorted({step for rank in state.ranks.values() for step in rank.timelines})
+
+
+def step_in_words(state: RunState, step: int) -> str:
+    """`profiled step 5`; of dumps of the flight recorder, what they have instead of a step."""
+    ranks = (rank.timelines.get(step) for rank in state.ranks.values())
+    return "the recorded collectives" if any(one and one.calls_only for one in ranks) else f"profiled step {step:,}"
 
 
 def newest(state: RunState) -> int | None:

@@ -86,7 +86,7 @@ def _communication(rank: RankState) -> Communication | None:
     """Of the newest profiled step: seconds of communication, exposed seconds, and the share that was overlapped by
     compute.
     """
-    if rank.timeline is None:
+    if rank.timeline is None or rank.timeline.calls_only:
         return None
     under_way, exposed = overlap(rank.timeline)
     return Communication(

@@ -24,8 +24,8 @@ from labkit.common.units import counted
 from labkit.course.exercises import my_progress
 from labkit.record.folder import runs_root
 from labkit.setup import environment
-from labkit.setup.bootstrap import become
-from labkit.setup.environment import BROWSERS, CLONE, FIREFOX, RENDERER, RENDERER_VARIABLE
+from labkit.setup.bootstrap import VENV_PYTHON, become
+from labkit.setup.environment import BROWSERS, CLONE, FIREFOX, RENDERER, RENDERER_VARIABLE, VENV
 from labkit.setup.progress import Progress
 
 # ---- the commands setup, lab and test
@@ -143,6 +143,7 @@ def test(args: argparse.Namespace) -> int:
     """Runs pytest in the root of the clone: three tests at a time, because tests often wait for processes.
 
     With --cuda-stand-in it runs the tests that need a CUDA machine, on one that needs no GPU; with --all alone both.
+    Without arguments, and with --all, the tests of trackers and Kubeflow follow, with their packages.
     """
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process of a test compiles the lab again
     if _STAND_IN in args.rest:
@@ -151,11 +152,41 @@ def test(args: argparse.Namespace) -> int:
     _ensure("the tests in Firefox", FIREFOX, "firefox-esr")
     _ensure("the tests of Slurm", ("slurmctld",), "slurm-wlm", "munge")
     command = [sys.executable, "-m", "pytest", "-n", "3", "--dist", "worksteal", *args.rest]
-    if args.rest == ["--all"]:
-        codes = [subprocess.call(part, cwd=CLONE) for part in (command, _on_stand_in([]))]
-        return max(codes)
-    become(command, folder=CLONE)
-    return 0
+    if args.rest not in ([], ["--all"]):
+        become(command, folder=CLONE)
+    codes = [subprocess.call(command, cwd=CLONE), _call_with_clients()]
+    if args.rest:
+        codes.append(subprocess.call(_on_stand_in([]), cwd=CLONE))
+    return max(codes)
+
+
+_CLIENTS = {"trackio": "0.43.0", "mlflow": "3.17.2", "kubeflow": "0.5.0"}  # MLflow brings pyarrow, too
+_TESTS_OF_CLIENTS = ("tests/exports/test_exports.py", "tests/launch/test_kubeflow.py")
+
+
+def _call_with_clients() -> int:
+    """Runs the tests that need the clients of other tools, in `.venv-clients`: this environment with their packages,
+    which are not part of it because the lab must work without them. If they cannot be installed, it says so."""
+    place = CLONE / ".venv-clients"
+    python = str(place / VENV_PYTHON.relative_to(VENV))
+    has_all = f"import sys; from importlib.util import find_spec as has; sys.exit(not all(map(has, {[*_CLIENTS]})))"
+    if not place.exists() or subprocess.call([python, "-c", has_all]):
+        paths = [path for path in sys.path if path.endswith("site-packages")]
+        with Progress() as progress:
+            progress.step(f"installing {', '.join(_CLIENTS)} in {place} for the tests of exports")
+            made = subprocess.run([sys.executable, "-m", "venv", str(place)], capture_output=True, check=False)
+            for libraries in [*place.glob("lib/*/site-packages"), *place.glob("Lib/site-packages")]:
+                lines = (f"import site; site.addsitedir({path!r})\n" for path in paths)
+                (libraries / "labkit.pth").write_text("".join(lines), encoding="utf-8")
+            versions = [f"{name}=={version}" for name, version in _CLIENTS.items()]
+            install = [python, "-m", "pip", "install", "-q", "-c", str(environment.CONSTRAINTS), *versions]
+            if made.returncode or subprocess.run(install, capture_output=True, check=False).returncode:
+                say(f"the tests of exports to {', '.join(_CLIENTS)} are skipped: these cannot be installed here")
+                return 0
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # for torchrun
+    chosen = "trackio or mlflow or parquet or kubeflow"
+    command = [python, "-m", "pytest", "-n", "2", "-k", chosen, *_TESTS_OF_CLIENTS]
+    return subprocess.call(command, cwd=CLONE, env=os.environ | {"PATH": path, "PYTHONPATH": str(CLONE)})
 
 
 def _on_stand_in(arguments: list[str]) -> list[str]:

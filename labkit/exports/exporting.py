@@ -14,6 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from labkit.analysis.profiled import profiled_steps
 from labkit.common.arguments import check_choice, shown
 from labkit.common.text import visible_line
 from labkit.exports.figures import End, Row, Rows
@@ -106,15 +107,15 @@ def export(
     folder.require_readable()
     rows = Rows(folder, progress)
     new = rows.take()
-    first = next(new, None)
-    if first is None:
+    first = [*islice(new, 1)]
+    if not first and not profiled_steps(rows.state):
         raise ExportError(f"{visible_line(folder.name)} has no steps to export ({visible_line(rows.state.words)})")
     place = place_of(tool, out)
     made = place / folder.name if place is not None and not os.path.lexists(place / folder.name) else None
     writer = None
     try:
         writer = _begun(folder, tool, place, rows)
-        _write(writer, chain([first], new))
+        _write(writer, chain(first, new))
         writer.end(rows.end())
     except BaseException as error:
         _give_up(writer)

@@ -88,12 +88,17 @@ MEASURED: dict[type, tuple[Figure, ...]] = {
         ),
     ),
     Timeline: (
-        Figure("communication_seconds", "s", "communication in a profiled step", lambda event: overlap(event)[0]),
+        Figure(
+            "communication_seconds",
+            "s",
+            "communication in a profiled step",
+            lambda event: None if event.calls_only else overlap(event)[0],
+        ),
         Figure(
             "exposed_communication_seconds",
             "s",
             "communication in a profiled step during which nothing was computed",
-            lambda event: overlap(event)[1],
+            lambda event: None if event.calls_only else overlap(event)[1],
         ),
     ),
 }

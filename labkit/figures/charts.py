@@ -358,6 +358,8 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
     if any(timeline.backend == "gloo" for timeline in found.values()):
         notes.append("gloo: from queued to completed")
     title = f"Step {step}" if found else "A step, as predicted"
+    if any(timeline.calls_only for timeline in found.values()):
+        title = "The recorded collectives"
     return Chart(
         "timeline",
         title,
@@ -426,6 +428,8 @@ def _merged(span: list[Any]) -> tuple[str, float, float, str]:
 
 
 def _overlap_in_words(found: Mapping[int, Timeline]) -> str:
+    if any(timeline.calls_only for timeline in found.values()):
+        return "from the call to the moment at which torch noticed its end; what else the ranks did is not recorded"
     under_way, exposed = (sum(values) for values in zip(*(overlap(timeline) for timeline in found.values())))
     if not under_way:
         return "no communication"

@@ -181,7 +181,9 @@ def scene(state: RunState) -> Scene:
         shifts, _ = aligned(found, ahead(state))
         moved = {number: _moved(timeline, shifts[number]) for number, timeline in found.items()}
         memory = {number: _stretched(those, moved[number]) for number, those in measured.items()}
-        shown = _of_step(shown, f"step {step:,}, measured", moved, memory)
+        recorded = all(timeline.calls_only for timeline in moved.values())
+        what = "the recorded collectives" if recorded else f"step {step:,}, measured"
+        shown = _of_step(shown, what, moved, memory)
     elif plan and plan.classes and any(min(part.ranks, default=world) < world for part in plan.classes):
         timelines = {number: step for number, step in predicted_timelines(plan).items() if number < world}
         traced = {number: part for part in plan.classes for number in part.ranks if number < world}

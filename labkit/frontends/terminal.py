@@ -29,6 +29,8 @@ from labkit.analysis.metrics import (
     seconds_left,
     step_seconds,
 )
+from labkit.analysis.profiled import newest as newest_step
+from labkit.analysis.profiled import step_in_words
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import sizes
 from labkit.course.classroom.overview import Overview
@@ -415,8 +417,8 @@ def _sampled(state: RunState) -> list[str]:
     """The newest profiled step in one line and, once the run is over, its traffic: measured and expected."""
     if not any(rank.timelines for rank in state.ranks.values()):
         return []
-    chart = timeline(state)
-    lines = [f"profiled {chart.title.lower()}: {chart.note}"]
+    step = newest_step(state)
+    lines = [f"{step_in_words(state, step)}: {timeline(state, step).note}"] if step is not None else []
     if state.over:
         for entry in ledger(state):
             expected = "" if entry.theory is None else f", expected {sizes(entry.theory)}"

@@ -13,6 +13,7 @@ cells, and a second thread answers questions meanwhile: where the rank is, which
 | `complete`: `text` | `completed`: `names` of variables, or of attributes, that begin with it |
 | `inspect`: `name` | `inspected`: `text` on what it names, empty if that does not exist |
 | `pull`: `name`; `push`: `name`, `tree` | `tree` or `error`, and the bytes of tensors |
+| `comm`: `id`, `content` | a message of a widget's view; both send them at any time, with `kind` from a rank |
 | `interrupt` | nothing: the cell gets KeyboardInterrupt, unless it is in C code |
 | `ends` | `ends`: the own ends of this rank's TCP connections |
 | `cut`: `peers` | nothing: the cell gets an error from the collective in which it waits |
@@ -69,6 +70,7 @@ _ROWS = 500  # variables that are listed
 _PICTURES = 16  # of one cell
 _LARGEST = 4 << 20  # bytes of a picture
 _DOCUMENTED = 4_000  # characters of a docstring
+_SHOWING = ("IPython", "ipywidgets", "anywidget", "tqdm")  # with these in a cell, IPython is there before it runs
 _WRAPPERS = ("wrapper", "_fn")  # functions of torch around a collective
 
 
@@ -107,6 +109,7 @@ class Cells:
         self._cells: set[str] = set()
         self._reports: dict[str, Any] = {}
         self._pictures: list[tuple[str, bytes]] = []
+        self._places: dict[str, int] = {}  # by display id: the index of a picture
         self._loop: asyncio.AbstractEventLoop | None = None  # of cells with `await`
         self._shell: Any = None  # IPython, which runs magics and shell commands
         self._backend = dist.get_backend()
@@ -122,6 +125,8 @@ class Cells:
         while (message := self._asked.get())["do"] != "end":
             if message["do"] == "run":
                 self._run(message["cell"], message["code"])
+            elif message["do"] == "comm":
+                self._hear_view(message["id"], message["content"], message["buffers"])
             else:
                 self._send(did="regrouped", error=self._regroup(message["number"]))
 
@@ -136,8 +141,8 @@ class Cells:
         try:
             while True:
                 message, data = receive(self._connection)
-                if message["do"] in ("run", "regroup", "end"):
-                    self._asked.put(message)
+                if message["do"] in ("run", "regroup", "end", "comm"):
+                    self._asked.put(message | {"buffers": data})
                 else:
                     self._answer(message, data)
         except (EOFError, OSError):
@@ -151,7 +156,7 @@ class Cells:
             case "where":
                 self._send(did="where", **self._where())
             case "variables":
-                self._send(did="variables", rows=self._rows(), memory=_resident(), busy=bool(self._cell))
+                self._send(did="variables", rows=self._rows(), memory=_resident(), **_device())
             case "complete":
                 self._send(did="completed", names=self._completions(message["text"]))
             case "inspect":
@@ -199,6 +204,7 @@ class Cells:
         self._cells.add(name)
         self._reports.clear()
         self._pictures.clear()
+        self._places.clear()
         linecache.cache[name] = len(code), None, code.splitlines(keepends=True), name
         if self._steps:
             self._steps.cell_begins()
@@ -210,6 +216,8 @@ class Cells:
         try:
             try:
                 self._cell = name
+                if "IPython" in sys.modules or any(package in code for package in _SHOWING):
+                    self._ipython()
                 value = self._execute(name, code)
                 self._pictures += _figures()
                 _synchronize()
@@ -240,7 +248,8 @@ class Cells:
         """Runs a cell, and returns the value of its last expression as text; empty if there is none, or if it is a
         picture. A table or a chart is both: what a browser shows, and text."""
         tree = ast.parse(code, name)
-        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) and not code.rstrip().endswith(";") else None
+        is_shown = tree.body and isinstance(tree.body[-1], ast.Expr) and not code.rstrip().endswith(";")
+        last = tree.body.pop() if is_shown else None
         self._evaluate(compile(tree, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True))
         if not isinstance(last, ast.Expr):
             return ""
@@ -265,19 +274,50 @@ class Cells:
         self._loop = self._loop or asyncio.new_event_loop()
         return self._loop.run_until_complete(value)
 
-    def _display(self, *values: Any) -> None:
-        """`display` of a notebook: pictures, HTML and charts of plotly, and everything else as text."""
+    def _display(self, *values: Any, **options: Any) -> Any:
+        """`display` of a notebook: pictures, HTML, charts of plotly and widgets, and everything else as text."""
+        if options or self._shell is not None:
+            self._ipython()
+            from IPython.display import display
+
+            return display(*values, **options)
         for value in values:
             if picture := _picture(value) or _page(value):
                 self._pictures.append(picture)
             else:
                 print(_text(value))
+        return None
+
+    def _shows(self, kind: str, content: bytes, place: str) -> None:
+        """Something that IPython displays, in its place if that was displayed before in this cell."""
+        if (shown := _bounded(kind, content)) is None:
+            return
+        if place in self._places:
+            self._pictures[self._places[place]] = shown
+            return
+        if place:
+            self._places[place] = len(self._pictures)
+        self._pictures.append(shown)
+
+    def _clears(self) -> None:
+        self._pictures.clear()
+        self._places.clear()
+
+    def _hear_view(self, name: str, content: Any, buffers: list[bytes]) -> None:
+        from labkit.probe.displays import hear_view
+
+        try:
+            hear_view(name, content, buffers)
+        except Exception:  # of a function that observes a widget
+            traceback.print_exc()
 
     def _ipython(self) -> Any:
         """IPython with the variables of the cells, made by the first cell that has a magic. It writes no history."""
         if self._shell is None:
             from IPython.core.interactiveshell import InteractiveShell
             from traitlets.config import Config
+
+            from labkit.probe.displays import Publisher, connect_widgets
 
             before = dict(self._namespace)
             self._shell = InteractiveShell.instance(
@@ -286,6 +326,8 @@ class Cells:
                 user_module=sys.modules["__main__"],
                 user_ns=self._namespace,
             )
+            self._shell.display_pub = Publisher(self._shell, self._shows, self._clears)
+            connect_widgets(self._shell.display_pub, self._send)
             self._given |= {name: value for name, value in self._namespace.items() if before.get(name) is not value}
         return self._shell
 
@@ -453,6 +495,11 @@ def _page(value: Any) -> tuple[str, bytes] | None:
     """The MIME type and content of a chart of plotly, or of another value that has HTML, such as a table of pandas;
     otherwise None."""
     with suppress(Exception):  # a class may do anything when it is asked
+        if "ipywidgets" in sys.modules:
+            from labkit.probe.displays import view_of
+
+            if view := view_of(value):
+                return view
         plotly = sys.modules.get("plotly.basedatatypes")
         if plotly is not None and isinstance(value, plotly.BaseFigure):
             return _bounded("application/vnd.plotly.v1+json", value.to_json().encode())
@@ -534,6 +581,19 @@ def _resident() -> int | None:
     if torch.cuda.is_initialized():
         return torch.cuda.memory_allocated()
     return _from_kernel("VmRSS")
+
+
+def _device() -> dict[str, Any]:
+    """The GPU of this process in words, its memory, and what torch has reserved of it; empty on a CPU."""
+    if not torch.cuda.is_initialized():
+        return {}
+    number = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(number)
+    return {
+        "device": f"cuda:{number} {properties.name}",
+        "reserved": torch.cuda.memory_reserved(),
+        "total": properties.total_memory,
+    }
 
 
 def _forget_peak() -> None:

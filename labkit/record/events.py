@@ -546,7 +546,8 @@ class Timeline(Moment, kw_only=True, tag_field="kind", tag="timeline"):
     """What one profiled step did: `phases` [name, start, end], `comm`, its collectives, `busy` [start, end] (the rank
     computed), `marks` [name, start, end] (FSDP units, micro-batches), `exposed` seconds of communication by phase,
     `left_out` calls that did not fit. Of a profile of another job, `computed`, `copies` and `idle` are the seconds
-    in which it computed, memory was copied, and nothing ran; `kernels` [name, count, seconds] take longest."""
+    in which it computed, memory was copied, and nothing ran; `kernels` [name, count, seconds] take longest. With
+    `calls_only`, it has the collectives that a rank called, from the call to their end, and is no step."""
 
     comm: Calls
     marks: Spans
@@ -559,6 +560,7 @@ class Timeline(Moment, kw_only=True, tag_field="kind", tag="timeline"):
     copies: Seconds | None = None
     idle: Seconds | None = None
     kernels: Annotated[list[tuple[Name, Count, Seconds]], Meta(max_length=1_000)] = []
+    calls_only: bool = False
 
 
 class MemoryStep(Moment, kw_only=True, tag_field="kind", tag="memory_step"):

@@ -37,6 +37,7 @@ from labkit.record.writer import steps_path
 STREAMS = ("stdout", "stderr")
 _TEXT = 4 << 20  # bytes of a script or a command
 _TAIL = 1 << 18  # bytes at the end of a log that are read for its last lines
+_SECOND = len("20261128-114000")
 
 
 def runs_root() -> Path:
@@ -81,7 +82,12 @@ class RunFolder:
         root = root or runs_root()
         if not root.is_dir():
             return []
-        return [cls(path) for path in sorted(root.iterdir()) if os.path.lexists(path / "spec.json")]
+        written: dict[Path, int] = {}
+        for path in root.iterdir():
+            with suppress(OSError):
+                written[path] = (path / "spec.json").lstat().st_mtime_ns
+        # a name begins with the second in which it was made
+        return [cls(path) for path in sorted(written, key=lambda path: (path.name[:_SECOND], written[path], path.name))]
 
     @classmethod
     def readable(cls, folders: Iterable[RunFolder]) -> tuple[list[RunFolder], dict[str, str]]:

@@ -273,6 +273,17 @@ def test_calls_that_the_buffer_has_overwritten_are_not_missing(tmp_path):
     assert verdict(write(tmp_path, content)) is None
 
 
+def test_a_damaged_dump_among_others_is_left_out(tmp_path):
+    folder = written(tmp_path, missing())
+    path = folder / "nccl_trace_rank_3"
+    path.write_bytes(path.read_bytes()[:300])
+    found = page(folder)
+    assert found.figures["problems"][0]["ranks"] == [1]
+    assert any(note.startswith(f"Left out: {path} is not opened") for note in found.notes)
+    with pytest.raises(ForeignError, match="damaged, or not complete"):
+        page(path)
+
+
 def test_128_ranks_take_less_than_10_seconds(tmp_path):
     entries = job(128, calls=500)
     entries[77] = entries[77][:-1]

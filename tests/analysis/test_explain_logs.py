@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -507,6 +508,93 @@ def test_shared_memory_explains_what_nccl_raises(tmp_path):
         "[rank0]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:90, unhandled system error\n"
     )
     assert names(page(tmp_path, text)) == ["nccl_shared_memory"]
+
+
+# ---- who else labels lines
+
+
+_TRACED = ("Traceback (most recent call last):", '  File "/x/a.py", line 4, in go', "    f()", "KeyError: 'x'")
+_RAY = ("- (node_id=aa, ip=10.0.0.1, pid=31) world_rank=0, local_rank=0", "- (ip=10.0.0.1, pid=32) world_rank=1")
+_BOX = ("╭───── Traceback (most recent call last) ─────╮", "│ /x/a.py:4 in go │", "│ ❱ 4     f() │", "╰─╯", _TRACED[3])
+_EXCEPTION_GROUP = (
+    "  + Exception Group Traceback (most recent call last):",
+    '  |   File "/x/b.py", line 9, in main',
+    "  | ExceptionGroup: two (1 sub-exception)",
+    "  +-+---------------- 1 ----------------",
+    *(f"    | {line}" for line in _TRACED),
+    "    +------------------------------------",
+)
+
+
+def labelled(label: str, lines: Sequence[str] = _TRACED) -> str:
+    return "".join(f"{label}{line}\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "who"),
+    {
+        "mpirun": ("[1,0]<stdout>:step 1 loss 2.0\n" + labelled("[1,1]<stderr>:"), "rank 1"),
+        "prterun": (labelled("[prterun-n1-77@1,1]<stderr>: "), "rank 1"),
+        "pdsh": ("worker-0: step 1 loss 2.0\n" + labelled("worker-1: "), "worker-1"),
+        "compose": (labelled("trainer-1  | "), "trainer-1"),
+        "Ray": (labelled("(Trainer pid=9) ", _RAY) + labelled("(RayTrainWorker pid=32) "), "rank 1"),
+        "Ray alone": (labelled("(RayTrainWorker pid=32, ip=10.0.0.2) "), "RayTrainWorker pid=32"),
+        "JSON": (json.dumps({"time": "2026-11-02T10:11:12Z", "rank": 1, "msg": "\n".join(_TRACED)}) + "\n", "rank 1"),
+        "Docker": ("".join(json.dumps({"log": line + "\n"}) + "\n" for line in _TRACED), "0.log"),
+        "SageMaker": (labelled("[1,mpirank:1,algo-2]<stderr>:"), "rank 1"),
+        "flux": ("flux-job: task(s) exited with exit code 1\n" + labelled("1: "), "rank 1"),
+        "rich": (labelled("[rank1]: ", _BOX), "rank 1"),
+        "a group": (labelled("[rank1]: ", _EXCEPTION_GROUP), "rank 1"),
+        "a bar": ("0: \r 10%|#  |\r 20%|## |\n" + labelled("1: \r 10%|# |\r", _TRACED), "rank 1"),
+    }.values(),
+)
+def test_tracebacks_behind_other_labels(text, who, tmp_path):
+    assert page(tmp_path, text).findings[0].title == f"{who} failed: KeyError: 'x' (a.py:4 in go)"
+
+
+_KILLED = "mpirun noticed that process rank 3 with PID 0 on node n2 exited on signal 9 (Killed).\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("step 1 loss 2.0\n" + _KILLED, "rank 3 was killed (SIGKILL)"),
+        ("[rank0]: step 3 loss 1.0\n[rank1]: torch.DistError: timed out\n", "rank 1 failed: DistError: timed out"),
+        ("{'loss': 2.31, 'epoch': 0.1}\n{'loss': nan, 'epoch': 0.2}\n", "the loss is nan in line 2 of 0.log"),
+        ("step 1 loss 2.0\n\0\0\0\0\n" + labelled(""), "0.log failed: KeyError: 'x' (a.py:4 in go)"),
+    ],
+)
+def test_what_launchers_and_trainers_leave_without_a_traceback(text, title, tmp_path):
+    assert [finding.title for finding in page(tmp_path, text).findings] == [title]
+
+
+def test_an_error_that_a_rank_survived_is_none(tmp_path):
+    assert names(page(tmp_path, "[rank1]: ConnectionError: retrying\n[rank1]: step 4 loss 1.0\n")) == []
+
+
+def test_a_log_that_powershell_has_redirected(tmp_path):
+    (tmp_path / "job.log").write_text("step 1 loss 2.0\r\n" + "\r\n".join(_TRACED) + "\r\n", encoding="utf-16")
+    assert opening.explain([tmp_path])[0].findings[0].title == "job.log failed: KeyError: 'x' (a.py:4 in go)"
+
+
+def test_a_device_that_ran_out_of_memory(tmp_path):
+    text = labelled("[rank1]: ", (*_TRACED[:3], "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."))
+    (finding,) = page(tmp_path, text).findings
+    assert (finding.name, finding.title) == ("out_of_memory", "rank 1: a device ran out of memory (a.py:4 in go)")
+
+
+def test_a_file_of_nccl_has_any_suffix(tmp_path):
+    (tmp_path / "nccl.node1.4711").write_text(job(), encoding="utf-8")
+    assert opening.explain([tmp_path])[0].figures["nccl"]
+
+
+@pytest.mark.parametrize("status", ["status=12 opcode=0", "status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_SEND(0)"])
+def test_a_transfer_that_the_network_gave_up(status, tmp_path):
+    text = nccl(0, f"NET/IB : Got completion from peer 10.0.0.2<52423> with {status} vendor err 129", level="WARN")
+    found = page(tmp_path, text)
+    assert names(found) == ["nccl_transfer_failed"]
+    assert found.findings[0].title.endswith("and 10.0.0.2 failed (status 12)")
+    assert not any("No error" in note for note in found.notes)
 
 
 # ---- hostile and strange files

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 import stat
+import time
 from pathlib import Path
 
 import pytest
 from chrome_traces import job, kernel, steps_of, trace, write
 from commands import called
+from flight_dumps import WORLD, call, dump
+from flight_dumps import write as write_dumps
 from foreign import command, everything
 
 import labkit
@@ -18,6 +21,8 @@ from labkit.analysis.foreign.page import ForeignError
 from labkit.analysis.profiled import parts
 from labkit.analysis.summary import recorded_summary
 from labkit.common.files import write_atomically
+from labkit.figures.charts import timeline
+from labkit.figures.machine import scene
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower, Recording
 from labkit.record.state import RunState
@@ -90,6 +95,38 @@ def test_profile_without_steps_is_one_step(tmp_path):
     assert [*state.ranks[0].steps.seconds] == pytest.approx([240e-6])
 
 
+def test_dumps_of_the_flight_recorder_are_a_time_line_of_collectives(tmp_path):
+    begun = 1_795_772_571_000_000_000
+
+    def called(number: int, rank: int, over: bool = True) -> dict:
+        at = begun + number * 20_000_000 + rank * 1_000_000
+        ended = at + 5_000_000 if over else None
+        state = "completed" if over else "started"
+        return call(number, state=state, time_created_ns=at, time_discovered_completed_ns=ended)
+
+    calls = {rank: [called(1, rank), called(2, rank)] for rank in range(3)}
+    for rank in (0, 2):
+        calls[rank].append(called(3, rank, over=False))
+    folder = kept(
+        write_dumps(tmp_path / "dumps", {rank: dump(those, {WORLD: range(3)}) for rank, those in calls.items()})
+    )
+    state = read(folder)
+    one = state.ranks[2].timelines[1]
+    assert [(call.op, call.seq, call.ranks) for call in one.comm] == [
+        ("all_reduce", number, [0, 1, 2]) for number in (1, 2, 3)
+    ]
+    assert [(call.start, call.end) for call in one.comm[:2]] == [
+        (pytest.approx(2e-3, abs=1e-6), pytest.approx(7e-3, abs=1e-6)),
+        (pytest.approx(22e-3, abs=1e-6), pytest.approx(27e-3, abs=1e-6)),
+    ]
+    assert one.comm[2].end == one.seconds == pytest.approx(42e-3 * 1.05, rel=1e-3)
+    assert one.t0 == pytest.approx(begun * 1e-9 + 0.02, abs=1e-3)
+    assert scene(state).what == timeline(state).title.lower() == "the recorded collectives"
+    assert recorded_summary(folder).ranks[0].communication is None
+    assert of_folders(folder, folder) is None
+    assert "Traceback" not in everything(folder)
+
+
 def test_a_replay_says_that_it_was_not_launched(tmp_path):
     recording = Recording(kept(job(tmp_path / "job")))
     recording.seek(0.0)
@@ -116,6 +153,12 @@ def test_logged_steps_become_steps(tmp_path):
 
 
 # ---- what cannot be kept
+
+
+def test_runs_of_one_second_are_in_the_order_in_which_they_were_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda *_: "20261128-114000")
+    made = [kept(job(tmp_path / name), name=name).name for name in ("zebra", "ant", "bee")]
+    assert [run.name for run in RunFolder.all()] == made
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "x" * 81, ".hidden"])

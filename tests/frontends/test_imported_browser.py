@@ -46,7 +46,7 @@ def test_files_of_another_job_become_runs_that_are_replayed_and_compared(page, j
     nothing_is_cut_off(panel)
 
     panel.get_by_role("tab", name="Live").click()
-    sync_api.expect(panel.locator(".labkit-actions")).to_contain_text("imported, not launched here")
+    sync_api.expect(panel.locator(".labkit-actions")).to_contain_text("imported")
     sync_api.expect(panel.locator(".labkit-film span")).to_contain_text("step 5, measured")
     picture(page, "91-imported-live")
     nothing_is_cut_off(panel)

@@ -116,6 +116,47 @@ def test_magics_and_shell_commands_run_on_ranks_and_lines_stay_where_they_are(fr
     assert "value" in held and "get_ipython" not in held and "exit" not in held
 
 
+def test_a_cell_of_comments_does_nothing(front):
+    assert "ran on ranks 0–2" in front.shows("%%ranks\n# later")
+
+
+def test_after_auto_cells_without_a_first_line_run_on_ranks(front):
+    front.do("%ranks auto")
+    try:
+        assert "── rank 2" in front.shows("placed = rank\nplaced")
+        assert "\nis 1\n" in front.shows("late = rank\n!echo is {late}")
+        assert "failed at line 2: ZeroDivisionError" in front.shows("placed\n1 / 0")
+        assert "does not parse, line 1" in front.shows("placed = (")
+        assert "placed.bit_length" in front.completes("placed.bit_l")
+        front.do("%ranks pull placed")
+        assert front.do("%ranks auto off") and front.do("print(placed)") == "[0, 1, 2]\n"
+    finally:
+        front.do("%ranks auto off")
+    assert "ran on" not in front.shows("placed")
+
+
+def test_what_ipython_displays_on_ranks_is_shown(front):
+    code = "%%ranks 0\nfrom IPython.display import HTML, clear_output, display\nprint('early')\nclear_output()\n"
+    told = front.displays(f"{code}print('late')\ndisplay(HTML('<b>bold</b>'))")
+    assert "early" not in told[0]["text/plain"] and "late" in told[0]["text/plain"]
+    assert told[1]["text/html"].endswith("<b>bold</b>")
+    code = "%%ranks 0\nplace = display(HTML('one'), display_id=True)\nplace.update(HTML('two'))"
+    assert [bundle["text/html"][-3:] for bundle in front.displays(code)[1:]] == ["two"]
+
+
+def test_widgets_of_ranks_have_their_model_on_the_rank(front):
+    code = "%%ranks 1\nimport ipywidgets\nheard = []\nslider = ipywidgets.IntSlider(value=3)\n"
+    told = front.displays(f"{code}slider.observe(lambda change: heard.append(change.new), 'value')\nslider")
+    kind = "application/vnd.jupyter.widget-view+json"
+    (view,) = [bundle[kind] for bundle in told if kind in bundle]
+    change = {"method": "update", "state": {"value": 7}, "buffer_paths": []}
+    moved = front.client.session.msg("comm_msg", {"comm_id": view["model_id"], "data": change})
+    front.client.shell_channel.send(moved)
+    assert "(7, [7])" in front.shows("%%ranks 1\nslider.value, heard")
+    told = front.displays("%%ranks 0\nimport ipywidgets\nipywidgets.interact(lambda x: print('x is', x), x=4)")
+    assert any("x is 4" in str(bundle.get("state")) for bundle in told)
+
+
 def test_cells_may_await(front):
     code = "import asyncio\n\nasync def double(x):\n    await asyncio.sleep(0)\n    return 2 * x\n\n"
     assert "42" in front.shows(f"%%ranks\n{code}y = await double(20)\nawait double(21)")

@@ -131,3 +131,33 @@ def test_ranks_that_stay_across_cells(page, jupyter):
     set_theme(page, "Dark")
     see(failed)
     picture(page, "23-kept-ranks-dark")
+
+
+WIDGETS = f"""{HEAD}
+# %%
+# %%torchrun 2 --keep --device cpu
+import ipywidgets
+slider, label = ipywidgets.IntSlider(value=3), ipywidgets.Label("not moved")
+
+def moved(change):
+    label.value = f"rank {{rank}} has {{change.new}}"
+
+slider.observe(moved, "value")
+
+# %%
+# %%ranks 1
+ipywidgets.VBox([slider, label])
+"""
+
+
+def test_a_widget_of_a_rank_calls_functions_there(page, jupyter):
+    (jupyter.work / "widgets.py").write_text(WIDGETS)
+    open_notebook(page, jupyter, "widgets.py")
+    command(page, "notebook:run-all-cells")
+    cell = page.locator(".jp-CodeCell").nth(2)
+    sync_api.expect(cell.locator(".widget-label").last).to_have_text("not moved", timeout=RUN_TIMEOUT)
+    cell.locator(".noUi-handle").focus()
+    page.keyboard.press("ArrowRight")
+    sync_api.expect(cell.locator(".widget-label").last).to_have_text("rank 1 has 4")
+    see(cell)
+    picture(page, "24-widget-of-a-rank")

@@ -18,12 +18,16 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from labkit.analysis.diagnose.finding import Finding
+from labkit.analysis.foreign.breakdown import operation
 from labkit.analysis.foreign.chrome import Content
 from labkit.analysis.foreign.page import ForeignError, Page, Table, present
 from labkit.analysis.foreign.pickles import as_dict, as_list, as_number, plain_value
 from labkit.common.reading import open_regular
 from labkit.common.units import counted, ranks_in_words, size
+from labkit.record.events import RANKS, Call, OfRank, Timeline
 
 # ---- the reader
 
@@ -41,7 +45,8 @@ Shapes = tuple[tuple[int, ...], ...]
 
 class Entry(NamedTuple):
     """One call of a collective on one rank. `state` is scheduled, started or completed; `where` is the user's line that
-    called it, empty if it was not recorded; `created` is in nanoseconds since 1970."""
+    called it, empty if it was not recorded; `created` and `ended` are in nanoseconds since 1970, not positive if they
+    are not known. `ended` is when torch noticed that the call had completed."""
 
     group: str
     description: str
@@ -56,7 +61,9 @@ class Entry(NamedTuple):
     p2p: bool
     record: int
     created: int
+    ended: int
     where: str
+    backend: str
 
     @property
     def done(self) -> bool:
@@ -138,12 +145,13 @@ def _entry(entry: dict[str, Any], once: _Once) -> Entry:
     name, description = group if isinstance(group, (list, tuple)) and len(group) == 2 else ("", "")
     p2p = entry.get("is_p2p") is True
     done = entry.get("state") == "completed" or entry.get("retired") is True
+    backend, _, op = _text(entry.get("profiling_name")).rpartition(":")
     return Entry(
         group=_text(name),
         description=_text(description),
         group_id=_text(entry.get("pg_id")),
         number=as_number(entry.get("p2p_seq_id" if p2p else "collective_seq_id")),
-        op=_text(entry.get("profiling_name")).rpartition(":")[2] or "unknown operation",
+        op=op or "unknown operation",
         state="completed" if done else _text(entry.get("state")) or "unknown",
         inputs=once(_shapes, entry.get("input_sizes")),
         outputs=once(_shapes, entry.get("output_sizes")),
@@ -152,7 +160,9 @@ def _entry(entry: dict[str, Any], once: _Once) -> Entry:
         p2p=p2p,
         record=as_number(entry.get("record_id")),
         created=as_number(entry.get("time_created_ns")),
+        ended=as_number(entry.get("time_discovered_completed_ns")),
         where=once(_where, entry.get("frames")),
+        backend=backend,
     )
 
 
@@ -576,8 +586,62 @@ def explain(dumps: Sequence[Dump]) -> Page:
         tables=[table for table in tables if table.rows],
         notes=[*_notes(dumps, by_rank, found, members)],
         figures=_figures(by_rank, found, problems),
-        events=partial(present, [*by_rank], "cuda"),
+        events=partial(_events, by_rank),
         world_size=max(members, default=0) + 1,
+    )
+
+
+_MOST_CALLS = 5_000  # of a rank, the newest
+_FIRST_DAY = 1_451_606_400_000_000_000  # 2016, before torch: an earlier time is none
+_LONGEST_TIME = 10**17  # ns; no job runs for three years
+_AFTER = 0.05  # of the recorded time: for how much longer a call that has not ended is drawn
+
+
+def _events(dumps: Mapping[int, Dump]) -> Iterator[OfRank]:
+    """The ranks, and the calls of each on one axis of time, which are all that is known of what it did."""
+    on_cpu = any(entry.backend == "gloo" for dump in dumps.values() for entry in dump.entries[-1:])
+    times = [time for dump in dumps.values() for entry in dump.entries for time in (entry.created, entry.ended)]
+    last = max(times, default=0)
+    oldest = max(_FIRST_DAY, last - _LONGEST_TIME)
+    first = min((time for time in times if time >= oldest), default=0)
+    seconds = (last - first) * 1e-9 * (1 + _AFTER)
+    for start in present([*dumps], "cpu" if on_cpu else "cuda"):
+        yield replace(start, t=first * 1e-9)
+    for rank, dump in dumps.items():
+        entries = [entry for entry in dump.entries if entry.created >= oldest and entry.op != "coalesced"]
+        if entries:
+            yield Timeline(
+                t=last * 1e-9,
+                rank=rank,
+                step=1,
+                t0=first * 1e-9,
+                seconds=seconds,
+                phases=[],
+                comm=[_timed(entry, dump, rank, first, seconds) for entry in entries[-_MOST_CALLS:]],
+                marks=[],
+                busy=[],
+                exposed={},
+                device="cpu" if on_cpu else "cuda",
+                backend=entries[-1].backend,
+                calls_only=True,
+            )
+
+
+def _timed(entry: Entry, dump: Dump, rank: int, first: int, seconds: float) -> Call:
+    members: Sequence[int] = [member for member in dump.groups.get(entry.group, ()) if member < RANKS]
+    message = _MESSAGE.fullmatch(entry.op) if entry.p2p else None
+    if message:
+        other = int(message[3])
+        members = [members[other]] if other < len(members) else [other] * (other < RANKS)
+    start = (entry.created - first) * 1e-9
+    ended = (entry.ended - first) * 1e-9 if entry.ended >= entry.created else start
+    return Call(
+        op=operation(entry.op),
+        start=start,
+        end=ended if entry.done else seconds,
+        group=entry.description if entry.description not in ("", "undefined") else f"group {entry.group}",
+        ranks=[*members] or None,
+        seq=entry.number if entry.number >= 0 and not message else None,
     )
 
 

@@ -1,11 +1,13 @@
-"""Logs of a job: torchrun's `--log-dir`, the output of Slurm and Kubernetes, and plain text in which the lines of ranks
-are interleaved. Who wrote a line follows from its prefixes or from the file, and what a rank failed with from its
-traceback, from the lines of torch's C++ code, and from torchrun's summary."""
+"""Logs of a job: torchrun's `--log-dir`, the output of Slurm, Kubernetes, mpirun, Ray and pdsh, and plain text in which
+the lines of ranks are interleaved. Who wrote a line follows from its prefixes or from the file, and what a rank failed
+with from its traceback, from the lines of torch's C++ code, and from torchrun's summary."""
 
 from __future__ import annotations
 
 import calendar
+import codecs
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,14 +46,23 @@ _PREFIXES = re.compile(
     r"\s*(?:"
     rf"(?P<time>{_ISO}) (?:std(?:out|err) [FP] )?"  # kubectl logs --timestamps, and files of containerd
     r"|\[pod/(?P<pod>[\w.-]+)/[\w.-]+\] ?"  # kubectl logs --prefix
-    r"|\[rank(?P<rank>\d{1,7})\]: ?"  # torch, since 2.2
+    r"|\((?P<actor>\w+ pid=\d+)(?:, ip=[\w.:]+)?\) ?"  # Ray
+    r"|\[(?:rank(?P<rank>\d{1,7})\]: ?"  # torch, since 2.2
+    r"|(?:[\w.@-]+@)?\d+,(?:mpirank:)?(?P<process>\d{1,7})(?:,[\w.-]+)?\]<std(?:out|err)>: ?)"  # mpirun --tag-output
     r"|\[[A-Za-z_]+(?P<local>\d{1,5})\]: ?"  # torchrun --tee: the role and the local rank
     r")"
 )
 _TASK = re.compile(r" *(\d{1,7}): ?")  # srun --label
+_HOST = re.compile(r"(?P<name>[\w.-]{1,100})(?:: | +\| )(?=Traceback \(most recent)")  # pdsh, Docker Compose
+_BY_MPI = re.compile(r"process rank (?P<rank>\d{1,7}) with PID \d+ .*?exited on signal (?P<signal>\d{1,2})\b")
+_NO_VALUE = re.compile(r"['\"]loss['\"]: (?P<loss>-?(?:nan|inf))\b", re.IGNORECASE)  # transformers tells no step
+_BARE = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S")
+_WORKER = re.compile(r"pid=(\d+)\) world_rank=(\d{1,7})")  # Ray, once for each worker
 _TIME = re.compile(rf"(?P<iso>{_ISO})|\[?[EWIF](?P<day>\d{{4}}) (?P<clock>\d\d:\d\d:\d\d\.\d+)")
 _ISO_PARTS = re.compile(r"([\d-]{10})[T _]([\d:]{8})(?:[.,](\d+))?(.*)")
 _TRACEBACK = "Traceback (most recent call last):"
+_OF_GROUP = re.compile(r"\s*\+-[-+]+(?: [\d.]+ -+)?\s*$|\s+[|+] ")  # the margin of an ExceptionGroup
+_OF_RICH = re.compile(r"[│|] (?:(?P<file>\S.*?):(?P<line>\d+) in (?P<name>[\w<>.]+))?.*")
 _CHAINED = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
 _NO_MESSAGE = re.compile(
     r"\s*$|\[[\w/]|[EWIF]\d{4} |\d{4}-\d\d-\d\d|Traceback \(|\w+\.py:\d|={5}|-{5}|srun:|slurmstepd:"
@@ -85,7 +96,14 @@ _SUMMARY = re.compile(
 )
 _RANKS_OF = re.compile(r"(\d+) \(local_rank: (\d+)\)")
 
-_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as PowerShell redirects
+_MESSAGES = ("message", "msg", "log", "event")  # keys of a line of JSON, with the text of the line
+_TIMES = ("time", "timestamp", "ts", "@timestamp", "asctime")
+_MORE = ("exception", "exc_info", "stack_trace")  # with a traceback
+
+_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz", ".jsonl")
+_NO_LOGS = (".py", ".ipynb", ".sh", ".md", ".rst")
+_SURE = re.compile(rb"NCCL (?:INFO|WARN)|\[(?:rank|default)\d+\]:")
 _MARKS = re.compile(
     rb"Traceback \(most|NCCL (?:INFO|WARN)|torch(?:run|\.distributed)|\[(?:rank|default)\d+\]:|srun: |slurmstepd: "
     rb"|\w(?:Error|Exception): |\b(?:rank|epoch|step|loss)\b",
@@ -153,6 +171,8 @@ class Speaker:
     whole: list[str] = field(default_factory=list)  # the tracebacks before it in its chain
     begun: int = 0  # number of the line at which it began
     message: Failure | None = None  # whose message may go on
+    bare: Failure | None = None  # the last line that names an error, without a traceback
+    no_value: tuple[int, str] | None = None  # the first line with a loss that has none, and that loss
     steps: dict[int, Logged] = field(default_factory=dict)  # of training
 
     @property
@@ -211,6 +231,10 @@ class Log:
 
 def looks_like_log(path: Path, head: bytes) -> bool:
     """Whether a file can be a log: it begins with text, and is no JSON, except torchrun's `error.json`."""
+    if head.startswith(_UTF_16):
+        return True
+    if path.suffix in _SUFFIXES[:4]:  # a file system may leave a hole of zeros in it
+        head = head.replace(b"\0", b"")
     if b"\0" in head or (".json" in path.suffixes and path.name != "error.json"):
         return False
     try:
@@ -224,20 +248,26 @@ def is_of_job(path: Path, head: bytes) -> bool:
     """Whether a text in a folder is a log of a job, by its name, or by what it begins with."""
     if path.name in ("stdout.log", "stderr.log", "error.json"):
         return True
-    return path.suffix in _SUFFIXES and (path.name.startswith("slurm") or bool(_MARKS.search(head)))
+    if path.suffix not in _SUFFIXES:  # NCCL_DEBUG_FILE=/tmp/nccl.%h.%p
+        return path.suffix not in _NO_LOGS and bool(_SURE.search(head))
+    text = head.replace(b"\0", b"") if head.startswith(_UTF_16) else head
+    return path.name.startswith("slurm") or bool(_MARKS.search(text))
 
 
 def read_log(path: Path) -> Log:
     """Reads one file, line by line. Raises `OSError` as `open_regular`, and `ForeignError` if it is too large."""
     if path.name == "error.json":
         return _error_file(path)
-    if path.suffix in (".py", ".ipynb", ".sh"):
+    if path.suffix in _NO_LOGS[:3]:
         raise ForeignError(f"{shorter(str(path))} is a script; name what a job wrote, such as its logs")
     with open_regular(path) as file:
         content = Content(file, path)
         reader = _Reader(path, 1970 + int(path.stat().st_mtime / _YEAR))
-        rest = b""
+        rest, decoder, first = b"", None, True
         while chunk := content.read():
+            if first and chunk.startswith(_UTF_16):
+                decoder = codecs.getincrementaldecoder("utf-16")("replace")
+            chunk, first = decoder.decode(chunk).encode("utf-8", "replace") if decoder else chunk, False
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 reader.line(line)
@@ -257,20 +287,23 @@ class _Reader:
         self._rank, self._local = _of_path(path)
         self._tasks: bool | None = None  # whether lines begin with the number of a task
         self._first: list[str] = []
+        self._hosts: dict[str, str] = {}  # by the text with which their lines begin
+        self._workers: dict[str, int] = {}  # of Ray: the rank of a process
         self._block: dict[str, dict[str, str] | None] = {}  # by pod: the failure that torchrun lists now
         self._root: dict[str, bool] = {}
 
     def line(self, raw: bytes) -> None:
         """The next line."""
-        text = raw[:_LONGEST].decode("utf-8", "replace").rstrip("\r\n").rpartition("\r")[2]
+        text = raw[:_LONGEST].decode("utf-8", "replace").strip("\r\n")
         if "\x1b" in text:
             text = _COLORS.sub("", text)
-        if self._tasks is None:
-            self._first.append(text)
-            if len(self._first) >= 64:
-                self._decide()
-            return
-        self._add(text)
+        for line in _of_json(text) if text.startswith('{"') else (text,):
+            if self._tasks is None:
+                self._first.append(line)
+                if len(self._first) >= 64:
+                    self._decide()
+            else:
+                self._add(line)
 
     def _decide(self) -> None:
         """Whether srun has labelled the lines: nearly all of the first ones."""
@@ -296,6 +329,8 @@ class _Reader:
         speaker, text, when = self._speaker(text)
         if speaker is None:
             return
+        if speaker.open or speaker.message or _TRACEBACK[:-1] in text:
+            text = _plain(text)
         if not when and (found := _TIME.match(text)):
             when = found[0]
         speaker.when = when or speaker.when
@@ -306,6 +341,8 @@ class _Reader:
         if ("oss" in text or "ime" in text) and (trained := step_in(text)) and len(speaker.steps) < _MOST_STEPS:
             step, loss, seconds = trained
             speaker.steps[step] = Logged(loss, seconds, speaker.time)
+        elif "loss" in text and speaker.no_value is None and (lost := _NO_VALUE.search(text)):
+            speaker.no_value = log.lines, lost["loss"]
         if "NCCL" in text:
             log.nccl.add(text)
         if "atchdog" in text or "last enqueued" in text:
@@ -322,15 +359,29 @@ class _Reader:
         pod, task, local, rank, labelled, when = "", None, self._local, self._rank, False, ""
         if self._tasks and (found := _TASK.match(text)):
             task, text = int(found[1]), text[found.end() :]
-        while found := _PREFIXES.match(text):
-            if found.end() == 0:
+        if (found := _HOST.match(text)) and not found["name"].isdecimal():
+            self._hosts[found[0]] = found["name"]
+        elif found and task is None and len(found["name"]) < 8:
+            self._tasks = True
+            task, text = int(found["name"]), text[found.end() :]
+        for label, host in self._hosts.items():
+            if text.startswith(label):
+                pod, text = host, text[len(label) :]
                 break
+        while found := _PREFIXES.match(text):
             text = text[found.end() :]
-            pod = found["pod"] or pod
-            rank = int(found["rank"]) if found["rank"] else rank
+            pod = found["pod"] or found["actor"] or pod
+            number = found["rank"] or found["process"]
+            rank = int(number) if number else rank
             labelled = labelled or bool(found["rank"])
             local = int(found["local"]) if found["local"] else local
             when = found["time"] or when
+        if "\r" in text:  # a bar of progress, which is written over itself
+            text = text.rpartition("\r")[2]
+        for worker in _WORKER.finditer(text) if "world_rank" in text and len(self._workers) < _MOST_SPEAKERS else ():
+            self._workers[worker[1]] = int(worker[2])
+        if pod and rank is None and self._workers:
+            rank = self._workers.get(pod.rpartition("=")[2])
         key = pod, task, local, rank, labelled
         speaker = self._speakers.get(key)
         if speaker is None and len(self._speakers) < _MOST_SPEAKERS:
@@ -349,6 +400,10 @@ class _Reader:
         elif text.startswith(_CRASHES) and (crash := _CRASH.search(text)):
             kind = crash["python"] or crash["thrown"] or crash["shell"]
             self._failed(speaker, Failure(speaker, kind, "", text, speaker.time, self._log.lines))
+        elif "exited on signal" in text and (killed := _BY_MPI.search(text)):
+            said = Speaker(speaker.path, rank=int(killed["rank"]))
+            self._failed(said, Failure(said, _signal(int(killed["signal"])), "", "", speaker.time, self._log.lines))
+            self._speakers[("mpirun", said.rank)] = said
         elif ": line " in text and (killed := _KILLED_BY_SHELL.search(text)):
             self._failed(speaker, Failure(speaker, _SIGNALS[killed[1]], "", "", speaker.time, self._log.lines))
         elif speaker.message is not None:
@@ -363,6 +418,9 @@ class _Reader:
                 speaker.whole = [*speaker.whole, text][-_MOST_LINES:]
             else:
                 speaker.message = None
+        elif _BARE.match(text):
+            kind, says = error_in(text) or ("", "")
+            speaker.bare = Failure(speaker, kind, says, "", speaker.time, self._log.lines) if kind else None
         elif speaker.whole and text.strip():
             speaker.whole = []
 
@@ -429,6 +487,34 @@ class _Reader:
                     self._block[pod] = None
 
 
+def _of_json(text: str) -> list[str]:
+    """The lines of a message that a logger or Docker has written as JSON, with its time and rank as prefixes; the text
+    itself if it is none."""
+    try:
+        said = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError):
+        return [text]
+    if not isinstance(said, dict) or not (parts := [said[key] for key in _MESSAGES if isinstance(said.get(key), str)]):
+        return [text]
+    when = next((said[key] for key in _TIMES if isinstance(said.get(key), str)), "")
+    rank = next((said[key] for key in ("rank", "global_rank") if type(said.get(key)) is int and said[key] >= 0), None)
+    prefix = (f"{when} " if _TIME.fullmatch(when) else "") + (f"[rank{rank}]: " if rank is not None else "")
+    more = [said[key] for key in _MORE if isinstance(said.get(key), str)]
+    return [prefix + line for part in (parts[0], *more) for line in part.splitlines()] or [prefix]
+
+
+def _plain(text: str) -> str:
+    """A line of a traceback as Python writes it: without the margin of an ExceptionGroup, without the box of rich."""
+    if text.startswith(("╭", "+-")) and _TRACEBACK[:-1] in text:
+        return _TRACEBACK
+    if text.startswith(("╰", "└")):
+        return ""
+    if text.startswith("│") and (found := _OF_RICH.match(text)):
+        return f'  File "{found["file"]}", line {found["line"]}, in {found["name"]}' if found["file"] else "    "
+    text = _OF_GROUP.sub("", text, count=1)
+    return _TRACEBACK if text.startswith(f"Exception Group {_TRACEBACK}") else text
+
+
 def _of_path(path: Path) -> tuple[int | None, int | None]:
     """The rank and the local rank that the name of a file says: `rank_3.log`, or `attempt_0/3/stderr.log`."""
     named = _RANK_IN_NAME.search(path.name.lower())
@@ -437,6 +523,10 @@ def _of_path(path: Path) -> tuple[int | None, int | None]:
     local = path.parent.name
     of_torchrun = path.stem in ("stdout", "stderr", "error") and local.isdecimal() and len(local) < 6
     return None, int(local) if of_torchrun else None
+
+
+def _signal(number: int) -> str:
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 def _seconds(text: str, year: int) -> float | None:
@@ -551,6 +641,9 @@ class Job:
                 self._add_block(log, block, found, by_rank)
         if self._by_task:
             self._add_tasks(found, by_rank)
+        if not found:  # the last line of a rank names an error, without a traceback
+            bare = [speaker.bare for speaker in self.speakers if speaker.bare is not None]
+            found = [failure for failure in bare if failure.order == failure.speaker.ended]
         return sorted(found, key=_order)
 
     def _add_block(self, log: Log, block: Mapping[str, str], found: list[Failure], by_rank: dict[int, Failure]) -> None:
@@ -561,8 +654,8 @@ class Job:
         if rank not in by_rank:
             said = block.get("traceback", "")
             said = "" if said.startswith("To enable traceback") else said
-            signal = re.match(r"Signal \d+ \((SIG\w+)\)", said)
-            kind, message = error_in(said) or (signal[1] if signal else f"exit code {code[0] if code else '?'}", "")
+            ended = re.match(r"Signal \d+ \((SIG\w+)\)", said)
+            kind, message = error_in(said) or (ended[1] if ended else f"exit code {code[0] if code else '?'}", "")
             speaker = Speaker(log.path, local=int(ranks[2]), rank=rank)
             by_rank[rank] = Failure(speaker, kind, message, "", None)
             found.append(by_rank[rank])
@@ -676,10 +769,23 @@ def _findings(job: Job) -> Iterator[Finding]:
     yield from (finding for finding in of_nccl if finding.kind != "wrong")
 
 
+_NAN = (
+    "an overflow or a division by zero: the learning rate is too high, fp16 has no loss scaling, or data are bad",
+    "go back to the checkpoint before; skip the batches of these steps, lower the learning rate or clip gradients;"
+    " torch.autograd.set_detect_anomaly(True) names the operation",
+)
+
+
 def _not_finite(job: Job) -> Iterator[Finding]:
     """The first loss that has no value."""
     lost = {rank: found for rank, steps in job.steps.items() if (found := first_not_finite(steps))}
     if not lost:
+        for speaker in job.speakers:
+            if speaker.no_value is not None:
+                line, said = speaker.no_value
+                where = f"line {line:,} of {_file(speaker.path)}"
+                yield Finding("nan_loss", "wrong", f"the loss is {said} in {where}", f"{where}: loss {said}", *_NAN)
+                return
         return
     rank = min(lost, key=lambda number: lost[number][0])
     step, loss = lost[rank]
@@ -695,9 +801,7 @@ def _not_finite(job: Job) -> Iterator[Finding]:
         "wrong",
         f"the loss becomes {loss:g} {when}" if before else f"the loss is {loss:g} from the first line on",
         evidence,
-        "an overflow or a division by zero: the learning rate is too high, fp16 has no loss scaling, or data are bad",
-        "go back to the checkpoint before; skip the batches of these steps, lower the learning rate or clip gradients;"
-        " torch.autograd.set_detect_anomaly(True) names the operation",
+        *_NAN,
         (rank,),
     )
 
@@ -760,7 +864,19 @@ def _file(path: Path) -> str:
     return shorter("/".join(path.parts[-3 if path.stem in ("stdout", "stderr", "error") else -1 :]), 60)
 
 
+_OUT_OF_MEMORY = KnownError(
+    "out_of_memory",
+    r"OutOfMemoryError|(?:CUDA|HIP|XPU) (?:error: )?out of memory",
+    "a device ran out of memory",
+    "what the rank allocated exceeded the free memory; the message says how much was asked for, and what was free",
+    "use fewer samples per rank, activation checkpointing or FSDP; torch.cuda.memory._dump_snapshot writes what held"
+    " the memory, which labkit explain reads",
+)
+
+
 def _known(failure: Failure) -> KnownError | None:
+    if re.search(_OUT_OF_MEMORY.pattern, failure.says):
+        return _OUT_OF_MEMORY
     known = known_in(failure.says) or known_in(failure.text)
     return None if known is None or (known.follows and failure.follows) else known
 
@@ -944,7 +1060,7 @@ def _notes(job: Job) -> Iterator[str]:
         yield (
             "The lines do not say of which rank they are: start with torchrun --log-dir DIR --tee 3, or srun --label."
         )
-    if not (job.failures or job.timeouts or job.slurm or job.kubernetes or any(_not_finite(job))):
+    if not (job.failures or job.timeouts or job.slurm or job.kubernetes or job.nccl.warnings or any(_not_finite(job))):
         yield "No error is in these lines. A job that hangs leaves its last lines; the flight recorder says more."
     follow = bool(job.failures) and all(failure.follows for failure in job.failures)
     if follow and not job.timeouts and _cancelled(job) is None:

@@ -349,7 +349,7 @@ def _title(snapshots: Sequence[Snapshot], units: Sequence[Unit]) -> str:
     devices = sorted({unit.device.index for unit in units})
     parts.append(("device " if len(devices) == 1 else "devices ") + ", ".join(map(str, devices)))
     peaks = sorted(unit.device.peak.active for unit in units)
-    between = size(peaks[-1]) if len(units) == 1 else f"{size(peaks[0])} to {size(peaks[-1])}"
+    between = " to ".join(dict.fromkeys((size(peaks[0]), size(peaks[-1]))))
     parts.append(("peak " if all(unit.device.history for unit in units) else "in use ") + between)
     parts.append(f"reserved {size(max(unit.device.reserved for unit in units))}")
     settings = sorted({unit.snapshot.settings for unit in units if unit.snapshot.settings})

@@ -34,6 +34,7 @@ _NO_P2P = re.compile(r"P2P is disabled between|Could not enable P2P")
 _NO_INFINIBAND = re.compile(r"NET/IB ?: ?No device found")
 _NO_GDR = re.compile(r"GPU Direct RDMA (?:\(\S+\) )?Disabled", re.IGNORECASE)
 _SHARED_MEMORY = re.compile(r"/dev/shm|shared memory segment|failed to (?:extend|create shared memory)", re.IGNORECASE)
+_BROKEN = re.compile(r"Got completion from peer (?P<peer>[^\s<]+)\S* with (?:error |status=)(?:\w+\()?(?P<status>\d+)")
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 _Thread = tuple[str, str, str]  # host, process, thread
@@ -174,6 +175,7 @@ def findings(log: NcclLog) -> Iterator[Finding]:
     yield from _versions(log)
     yield from _loopback(log)
     yield from _incomplete(log)
+    yield from _broken_transfer(log)
     yield from _sockets(log)
     yield from _without_peer_access(log)
     yield from _network_within_a_node(log)
@@ -192,6 +194,24 @@ def _shared_memory(log: NcclLog) -> Iterator[Finding]:
             "start the container with --shm-size=8g or --ipc=host; on Kubernetes mount an emptyDir with medium: Memory"
             " at /dev/shm; NCCL_SHM_DISABLE=1 avoids it at the cost of speed",
         )
+
+
+def _broken_transfer(log: NcclLog) -> Iterator[Finding]:
+    """A message over InfiniBand that the network card gave up."""
+    for line in log.warnings.values():
+        if broken := _BROKEN.search(line):
+            here = line.partition(":")[0]
+            yield Finding(
+                "nccl_transfer_failed",
+                "wrong",
+                f"a message over InfiniBand between {here} and {broken['peer']} failed (status {broken['status']})",
+                shorter(line),
+                "the other side did not answer: its process ended, or a port, cable or switch between the two failed;"
+                " status 12 means that all retries were used up, and 5 follows from an earlier failure",
+                f"read the log of {broken['peer']} first, whose process may have failed; if none did, check the ports"
+                " (ibstat, ibqueryerrors), and leave one of the two nodes out",
+            )
+            return
 
 
 def _versions(log: NcclLog) -> Iterator[Finding]:
@@ -239,7 +259,7 @@ def _incomplete(log: NcclLog) -> Iterator[Finding]:
             continue
         started = ranks_in_words([*comm.hosts][:_SHOWN], comm.size)
         absent = comm.absent
-        if absent:
+        if absent and not comm.links:  # ranks are connected after all have joined
             title = f"{counted(len(absent), 'rank')} of {comm.size} never joined a communicator of NCCL"
             named = ", ".join(map(str, absent[:_SHOWN])) + (", …" if len(absent) > _SHOWN else "")
             cause = (

@@ -18,6 +18,7 @@ from labkit.common.reading import is_folder, open_regular
 _PICKLE = b"\x80"  # of protocol 2 or later
 _HEAD = 1 << 16  # bytes in which a file says what it is
 _MOST_FILES = 16_384
+_MOST_NOTES = 8  # on damaged files
 _DEEPEST = 6  # folders within a folder: torchrun writes <run>/attempt_0/<local rank>/stderr.log
 
 
@@ -76,18 +77,29 @@ LOGS = Kind("logs", b"", b"", logs.read_log, logs.explain)
 
 def explain(paths: Iterable[Path]) -> list[Page]:
     """One page for the files of each kind, in the order of `KINDS`; a folder stands for the files in it that are of a
-    known kind.
+    known kind. A damaged file is left out, and the page says so, if there is another one of its kind.
 
-    Raises `ForeignError` with one sentence if there is no such file or one cannot be read.
+    Raises `ForeignError` with one sentence if there is no such file or all of a kind cannot be read.
     """
     by_kind: dict[str, dict[Path, Any]] = {}
+    damaged: dict[str, list[ForeignError]] = {}
     for path in _files(paths):
         kind = _kind(path)
-        by_kind.setdefault(kind.name, {})[path] = _opened(path, kind.read)
+        try:
+            by_kind.setdefault(kind.name, {})[path] = _opened(path, kind.read)
+        except ForeignError as error:
+            damaged.setdefault(kind.name, []).append(error)
     pages = []
     for kind in (*KINDS, LOGS):
-        if files := by_kind.get(kind.name):
-            pages.append(replace(kind.explain([*files.values()]), files=[*files]))
+        files, errors = by_kind.get(kind.name), damaged.get(kind.name, [])
+        if errors and not files:
+            raise errors[0]
+        if files:
+            page = kind.explain([*files.values()])
+            notes = [*page.notes, *(f"Left out: {error}." for error in errors[:_MOST_NOTES])]
+            if len(errors) > _MOST_NOTES:
+                notes.append(f"{len(errors) - _MOST_NOTES:,} more damaged files are left out.")
+            pages.append(replace(page, files=[*files], notes=notes))
     return pages
 
 

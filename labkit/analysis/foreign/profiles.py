@@ -351,7 +351,7 @@ def _path_table(path: RankPath | None) -> Table:
 
 def _title(analysed: Sequence[Analysed]) -> str:
     first = analysed[0].profile
-    known = [rank.rank for rank in analysed if rank.rank >= 0]
+    known = sorted({rank.rank for rank in analysed if rank.rank >= 0})
     parts = [f"{counted(len(analysed), 'profile')} of torch.profiler"]
     if known:
         parts.append(ranks_in_words(known[:_MOST_RANKS]) + (" …" if len(known) > _MOST_RANKS else ""))

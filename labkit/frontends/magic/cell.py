@@ -91,9 +91,9 @@ class Cell:
         )
 
 
-def check_body(body: str, script: str, before: int, flags: int = 0) -> None:
+def check_body(body: str, script: str, before: int, flags: int = 0, first: int = 2) -> None:
     """Raises `CellError` unless the cell is Python; `script` is what is compiled with `flags`, and has `before` lines
-    above the cell."""
+    above the body, which begins at line `first` of the cell."""
     if not body.strip():
         raise CellError("the cell is empty; write the code for every rank below the first line")
     try:
@@ -104,7 +104,8 @@ def check_body(body: str, script: str, before: int, flags: int = 0) -> None:
         why = error.msg
         if lines[number - 1].lstrip().startswith(("%", "!")):
             why = f"{shown(lines[number - 1].strip())} is not Python; magics and shell commands run on ranks that stay"
-        raise CellError(f"the cell does not parse, line {number + 1}: {why}; nothing was started") from None
+        line = number - 1 + first
+        raise CellError(f"the cell does not parse, line {line}: {why}; nothing was started") from None
     except ValueError as error:  # a null byte
         raise CellError(f"the cell does not parse: {error}; nothing was started") from None
 

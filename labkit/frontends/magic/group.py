@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from labkit.frontends.magic.cell import INITIALISE
 from labkit.frontends.magic.output import counted_ranks, ranks_text
+from labkit.frontends.magic.widgets import Widgets
 from labkit.launch.watchdog import temporary
 from labkit.plan.spec import Spec
 from labkit.record.channel import receive, send, socket_name
@@ -72,6 +73,7 @@ class Group:
         self._connections: dict[int, Connection] = {}
         self._inbox: deque[Message] = deque()
         self._arrived = threading.Event()
+        self._widgets = Widgets(self._tell_view)
         self._groups = 0  # process groups that were made again
         source = _START.format(nproc=spec.nproc, initialise=INITIALISE[spec.device])
         self.run: Run = begin(spec, source=source)
@@ -112,10 +114,18 @@ class Group:
         """The thread that receives what a rank says, until it is gone."""
         with self._connections[rank] as connection, suppress(EOFError, OSError):
             while True:
-                self._inbox.append(Message(rank, *receive(connection)))
+                message = Message(rank, *receive(connection))
+                if message.fields["did"] == "comm":
+                    self._widgets.hear(*message)
+                    continue
+                self._inbox.append(message)
                 self._arrived.set()
         self._inbox.append(Message(rank, {"did": "gone"}, []))
         self._arrived.set()
+
+    def _tell_view(self, rank: int, buffers: Sequence[bytes], **fields: Any) -> None:
+        with suppress(OSError):  # the ranks have ended, and the next cell says so
+            send(self._connections[rank], {"do": "comm", **fields}, buffers)
 
     def check(self) -> None:
         """Raises `RanksGone` if the ranks have ended since the last cell."""

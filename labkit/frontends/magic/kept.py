@@ -14,8 +14,8 @@ import shlex
 import time
 from ast import PyCF_ALLOW_TOP_LEVEL_AWAIT
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
@@ -63,6 +63,7 @@ _AGAIN = (
     "the process group was made again, and all variables are there. What holds the old one must be made again: DDP and"
     " FSDP models, device meshes, and groups of new_group()"
 )
+_CLEAR = "\x1b[2J"  # `clear_output` of a rank prints it
 _LOST = "the ranks were restarted, and their variables are lost"
 
 
@@ -128,7 +129,8 @@ class _Rank:
 
 
 class KeptCell:
-    """One cell on some of the ranks. `draw` is called with the output whenever it changes."""
+    """One cell on some of the ranks. `draw` is called with the output whenever it changes. Its code begins at the line
+    of the cell at which `body` begins."""
 
     def __init__(self, group: Group, ranks: Sequence[int], body: str, draw: Callable[[Shown], None], patient: bool):
         self._group, self._numbers, self._draw, self._patient = group, ranks, draw, patient
@@ -150,7 +152,7 @@ class KeptCell:
     def go(self) -> bool:
         """Runs the cell to its end; returns whether it succeeded on all ranks. Raises `RanksGone` if the ranks are
         gone afterwards."""
-        self._group.tell(self._numbers, "run", cell=self._name, code=f"\n{self._body}")
+        self._group.tell(self._numbers, "run", cell=self._name, code=self._body)
         try:
             while self._open:
                 try:
@@ -343,6 +345,8 @@ class KeptCell:
                 lines[0] = lines[0].removeprefix(partial)
             passed += first - count
             texts[stream] = self._named("\n".join(lines)).rstrip("\n")
+            if stream == STREAMS[0]:
+                texts[stream] = texts[stream].rpartition(_CLEAR)[2]
         fate, value = "", ""
         if rank.done is not None:
             error, value = rank.done["error"], rank.done["value"]
@@ -378,14 +382,21 @@ class KeptCell:
 
 
 _group: Group | None = None
+_all_cells = False  # whether cells without a first line run on the ranks, too
+_AUTO = "auto"
 _NOTHING = {"text/html": "", "text/plain": ""}
 _NO_RANKS = f"no ranks stay here; %%torchrun 4 {KEEP} starts them"
-_USAGE = "%ranks, %ranks stop, %ranks restart, %ranks pull NAME [RANKS] and %ranks push NAME [RANKS]"
+_USAGE = (
+    "%ranks, %ranks stop, %ranks restart, %ranks auto, %ranks auto off, %ranks pull NAME [RANKS] and"
+    " %ranks push NAME [RANKS]"
+)
 
 
 def register(ipython: Any) -> None:
     """Registers `%%ranks` and `%ranks` with this IPython, and completion and Shift-Tab for names that ranks hold."""
     ipython.register_magic_function(ranks, "line_cell", "ranks")
+    if _to_ranks not in ipython.input_transformers_cleanup:
+        ipython.input_transformers_cleanup.append(_to_ranks)
     if _complete not in ipython.Completer.custom_matchers:
         ipython.Completer.custom_matchers.append(_complete)
         if (kernel := getattr(ipython, "kernel", None)) is not None:
@@ -394,7 +405,7 @@ def register(ipython: Any) -> None:
 
 def begin_with(line: str, body: str) -> None:
     """`%%torchrun N --keep`: starts ranks that stay, unless they are there, and runs the first cell on them."""
-    global _group
+    global _group, _all_cells
     first = shlex.join(word for word in words_of(line) if word != KEEP)
     body = _python(body)
     cell = Cell.read(first, body, Machine.here(), PyCF_ALLOW_TOP_LEVEL_AWAIT)
@@ -408,10 +419,10 @@ def begin_with(line: str, body: str) -> None:
                 f"{_group.name} stay here already; use %%ranks, or end them first with %ranks stop, got {shown(line)}"
             )
     else:
-        _group = None
+        _group, _all_cells = None, False
         _group = _started(replace(cell.spec, script="ranks.py"), lambda words: place.draw(Shown(words, "waiting")))
         place.then(script_bundle(_group.source))
-    _run(_group, _group.ranks, body, place)
+    _run(_group, _group.ranks, f"\n{body}", place)
 
 
 def ranks(line: str, body: str | None = None) -> None:
@@ -419,6 +430,7 @@ def ranks(line: str, body: str | None = None) -> None:
     `%%ranks 0,2` or `%%ranks 0-1`.
 
     %ranks shows them and their variables; `%ranks stop` ends them; `%ranks restart` starts new ones, without variables;
+    after `%ranks auto` cells without a first line run on all ranks, too, until `%ranks auto off`;
     `%ranks pull NAME [RANKS]` makes NAME in the notebook the list of their values (of one rank: its value), and
     `%ranks push NAME [RANKS]` sets it on ranks: numbers, strings, tensors and arrays, and lists of them.
     """
@@ -430,16 +442,28 @@ def ranks(line: str, body: str | None = None) -> None:
         if body is None:
             _do(_group, words_of(line))
             return
-        chosen = _chosen(line.strip(), _group)
+        whole = line.strip() == _AUTO  # the first line was added here
+        chosen = _chosen("" if whole else line.strip(), _group)
         body = _python(body)
-        check_body(body, f"\n{body}", 1, PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        check_body(body, body, 0, PyCF_ALLOW_TOP_LEVEL_AWAIT, first=1 if whole else 2)
         _group.check()
-        _run(_group, chosen, body, _Place())
+        _run(_group, chosen, body if whole else f"\n{body}", _Place())
     except CellError as error:
         raise UsageError(f"{sign}: {error}") from None
     except RanksGone as gone:
         nproc, _group = _group.spec.nproc, None
         raise UsageError(f"{sign}: {gone}; %%torchrun {nproc} {KEEP} starts new ones") from None
+
+
+def _is_for_ranks(code: str) -> bool:
+    """Whether a cell without a first line runs on the ranks; those that begin with a magic or a shell command run in
+    the notebook."""
+    return _all_cells and _group is not None and bool(code.strip()) and not code.lstrip().startswith(("%", "!", "?"))
+
+
+def _to_ranks(lines: list[str]) -> list[str]:
+    """The lines of a cell as IPython transforms them: with the first line of those for ranks."""
+    return [f"%%ranks {_AUTO}\n", *lines] if _is_for_ranks("".join(lines)) else lines
 
 
 def _python(body: str) -> str:
@@ -449,8 +473,21 @@ def _python(body: str) -> str:
         compile(body, "cell", "exec", PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except (SyntaxError, ValueError):
         text = body.lstrip("\n")
-        return "\n" * (len(body) - len(text)) + get_ipython().transform_cell(text) if text.strip() else body
+        if text.strip():
+            with _in_notebook():
+                return "\n" * (len(body) - len(text)) + get_ipython().transform_cell(text)
     return body
+
+
+@contextmanager
+def _in_notebook() -> Iterator[None]:
+    """Leaves what is transformed here where it is."""
+    global _all_cells
+    before, _all_cells = _all_cells, False
+    try:
+        yield
+    finally:
+        _all_cells = before
 
 
 class _Place:
@@ -543,7 +580,7 @@ def _chosen(text: str, group: Group) -> list[int]:
 
 
 def _do(group: Group, words: Sequence[str]) -> None:
-    global _group
+    global _group, _all_cells
     match list(words):
         case []:
             group.check()
@@ -555,6 +592,12 @@ def _do(group: Group, words: Sequence[str]) -> None:
                 f"{ranks_text(group.ranks)} ended ({words}); their variables are lost, and the run is in"
                 f" {visible(group.run.name)}"
             )
+        case ["auto"]:
+            _all_cells = True
+            print(f"cells run on {group.name}; those that begin with % or ! run here. %ranks auto off ends this")
+        case ["auto", "off"]:
+            _all_cells = False
+            print("cells run in the notebook; %%ranks runs one on the ranks")
         case ["restart"]:
             place = _Place()
             _restart(group, lambda words: place.draw(Shown(words, "waiting")))
@@ -623,8 +666,8 @@ class _Held:
             (
                 str(rank),
                 str(pids.get(rank, pids.get(str(rank), "–"))),
-                group.spec.device,
-                _size(message.fields["memory"]),
+                message.fields.get("device", group.spec.device),
+                _memory(message.fields),
             )
             for rank, message in answers.items()
         ]
@@ -651,6 +694,12 @@ class _Held:
             "text/html": f'<div class="labkit-ranks"><b>{escape(self._title)}</b>{page}{nothing}</div>',
             "text/plain": visible("\n".join(filter(None, (self._title, text, nothing)))),
         }
+
+
+def _memory(fields: dict[str, Any]) -> str:
+    """`1.2 GiB`, on a GPU with what torch has reserved and what there is."""
+    more = f" ({size(fields['reserved'])} reserved) of {size(fields['total'])}" if "total" in fields else ""
+    return _size(fields["memory"]) + more
 
 
 def _size(count: float | None) -> str:
@@ -685,7 +734,7 @@ def _inspecting(inspect: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
 def _from_rank_0(code: str, do: str, answer: str, **fields: Any) -> dict[str, Any]:
     """What rank 0 answers for a cell that runs on ranks; nothing for others, or without ranks."""
     first = code.lstrip().partition("\n")[0]
-    of_ranks = first.startswith("%%ranks") or (first.startswith("%%torchrun") and KEEP in first)
+    of_ranks = first.startswith("%%ranks") or (first.startswith("%%torchrun") and KEEP in first) or _is_for_ranks(code)
     if _group is not None and not _group.run.state.over and of_ranks:
         with suppress(RanksGone):
             return _group.ask([0], do, answer, **fields)[0].fields

@@ -23,7 +23,8 @@ _LINES = f"{_MONO};max-height:20em;overflow:auto;display:flex;flex-direction:col
 _PRE = f"{_MONO};margin:0;padding:0;background:none;white-space:pre-wrap;overflow-wrap:anywhere"
 PICTURES = ("image/png", "image/svg+xml")  # MIME types of pictures that are shown; a browser runs no code in either
 _PLOTLY = "application/vnd.plotly.v1+json"
-PAGES = (_PLOTLY, "text/html")  # MIME types that are shown below the output, as the notebook shows its own
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+PAGES = (_PLOTLY, _WIDGET, "text/html")  # MIME types that are shown below the output, as the notebook shows its own
 _DIGITS = 6  # significant digits of a number in the table
 
 
@@ -227,7 +228,7 @@ def page_bundles(outputs: Sequence[RankOutput]) -> list[dict[str, Any]]:
         name = f'<div class="labkit-cell-pages"><b>{escape(output.name)}</b></div>'
         for kind, content in output.pages:
             text = content.decode("utf-8", "replace")
-            if kind == _PLOTLY:
+            if kind in (_PLOTLY, _WIDGET):
                 bundles += [{"text/html": name, "text/plain": output.name}, {kind: json.loads(text), "text/plain": ""}]
             else:
                 bundles.append({"text/html": name + text, "text/plain": ""})

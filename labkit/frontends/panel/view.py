@@ -517,7 +517,7 @@ class RunView:
         if self._recorded or (self._replayed and not state.over):
             paused = " · paused" if self._paused and not state.over else ""
             source = "recorded" if self._recorded else "replay"
-            words = state.words if state.imported else f"{source}: {state.words}"
+            words = "imported" if state.imported else f"{source}: {state.words}"  # the line below says from what
             self.say(f"{words}{paused}", "quiet" if paused else tone_of(state))
         elif self._stopping and not state.over:
             self.say("stopping")  # again: the kernel may have said it while this thread said something else
