@@ -310,6 +310,16 @@ class Looks:
         if not self._ordered:
             self._ordered, order = True, _order(tensors, optimizer)
             self._step["order"] = order if order != sorted(order) else []
+        held = {
+            id(each) for made in self._watch.optimizers.few() for group in made.param_groups for each in group["params"]
+        }
+        self._step["unheld"] = [
+            number
+            for number, (*_, parameter) in enumerate(tensors)
+            if held and id(parameter) not in held and parameter.requires_grad and parameter.grad is not None
+        ]
+        if self._step["unheld"]:
+            self._step["strangers"] = bool(held - {id(each) for model in self._models() for each in model.parameters()})
         self._step["idle"] = self._step.get("idle", []) + [
             number
             for number, (*_, parameter) in enumerate(tensors)
@@ -415,6 +425,7 @@ class Looks:
                 before = rows[lengths[0] : lengths[0] + lengths[1]]
                 used = rows[lengths[0] + lengths[1] : sum(lengths[:3])]
                 fields["clipped"], fields["used"] = _factor(before, used), [sum(column) for column in zip(*used)]
+                fields["gone"] = fields["clipped"] == 0
             self._journal.write(
                 "look", **{name: value for name, value in fields.items() if value}, step=step, sums=rows[: lengths[0]]
             )

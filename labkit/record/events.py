@@ -453,17 +453,18 @@ class Look(OfRank, tag_field="kind", tag="look"):
 
     `group` is the size of the default process group (0: none), and `unset` are variables of other launchers that the
     script reads. `rates` is the sum of the learning rates that the optimizers' steps have used until now. `silent`:
-    nothing was sent since the first step. `gone`: backward made gradients, and step() found none. `idle` are the
-    tracked parameters without a gradient, `clipped` is the factor by which the script multiplied the gradients,
-    `weight` the weight of one element in the loss, a mean over `elements`, and `random` the digests of generators that
-    were used for this rank's samples, before and after. `unsynchronised`: the last backward before the step belongs to
-    a forward in DDP's `no_sync`. `kept`: gradients of the step before were neither reset nor replaced. `evaluating`: a
-    model with dropout or batch norm trains after `eval()`. `scaled`: gradients were clipped before a GradScaler divided
-    them by its scale. `twice`: the loss function, and what the model computed before it although the loss computes it.
-    `order` are the tracked parameters in the order in which an optimizer holds them, if it is another one. `used` are
-    the two sums over all gradients as the optimizer used them. `norm` is what `clip_grad_norm_` found, and its limit.
-    `calls` is the number of collectives of each group since the group was made, by the group's id. `spent` is what all
-    looks before this one have taken of the rank's time."""
+    nothing was sent since the first step. `gone`: backward made gradients, and step() found none, or zeros. `idle` are
+    the tracked parameters without a gradient, `unheld` those with one that no optimizer holds (`strangers`: it holds
+    some of no model instead), `clipped` is the factor by which the script multiplied the gradients, `weight` the weight
+    of one element in the loss, a mean over `elements`, and `random` the digests of generators that were used for this
+    rank's samples, before and after. `unsynchronised`: the last backward before the step belongs to a forward in DDP's
+    `no_sync`. `kept`: gradients of the step before were neither reset nor replaced. `evaluating`: a model with dropout
+    or batch norm trains after `eval()`. `scaled`: gradients were clipped before a GradScaler divided them by its scale.
+    `twice`: the loss function, and what the model computed before it although the loss computes it. `order` are the
+    tracked parameters in the order in which an optimizer holds them, if it is another one. `used` are the two sums over
+    all gradients as the optimizer used them. `norm` is what `clip_grad_norm_` found, and its limit. `calls` is the
+    number of collectives of each group since the group was made, by the group's id. `spent` is what all looks before
+    this one have taken of the rank's time."""
 
     step: Count
     sums: Annotated[list[tuple[float, float]], Meta(max_length=10_000)]
@@ -477,6 +478,8 @@ class Look(OfRank, tag_field="kind", tag="look"):
     gradients: bool = False
     gone: bool = False
     idle: Annotated[list[Count], Meta(max_length=10_000)] = []
+    unheld: Annotated[list[Count], Meta(max_length=10_000)] = []
+    strangers: bool = False
     clipped: float | None = None
     weight: float | None = None
     elements: float | None = None

@@ -128,6 +128,15 @@ FOUND: dict[str, tuple[str, ...]] = {
     "optimizer_before_sharding": ("no_effect", "from before fully_shard", "in 14 steps"),
     "optimizer_of_a_copy": ("no_effect", "other tensors than the model"),
     "rate_of_zero": ("no_effect", "the learning rate is 0"),
+    "optimizer_after_a_forward": ("no_effect", "after step 1", "before the first forward"),
+    "optimizer_of_gathered_parameters": ("no_effect", "after step 1", "before the first forward"),
+    "optimizer_after_a_summary": ("no_effect", "before the first forward"),
+    "optimizer_of_a_gathered_layer": ("no_update", "2.bias, 2.weight get", "before the first forward"),
+    "head_after_the_optimizer": ("no_update", "2.bias, 2.weight get", "a layer was replaced"),
+    "embedding_after_the_optimizer": ("no_update", "0.bias, 0.weight get", "a layer was replaced"),
+    "features_without_gradient": ("no_effect", "gradients of zero", "torch.distributed.nn.functional.all_gather"),
+    "features_of_a_masked_rank": ("no_effect", "gradients of zero"),
+    "features_multiplied_by_zero": ("no_effect", "gradients of zero"),
     "reset_by_the_optimizer": ("no_effect", "reset before step()", "zero_grad() before backward"),
     "reset_by_the_model": ("no_effect", "reset before step()"),
     "reset_to_zeros": ("no_effect", "reset before step()"),
@@ -166,11 +175,18 @@ FOUND: dict[str, tuple[str, ...]] = {
 }
 
 
+SLOW = {  # by case: the parameters whose gradients nothing uses
+    "adapter_after_the_optimizer": "0.down.bias, 0.down.weight, 0.up.bias, 0.up.weight",
+    "adapter_beside_the_optimizer": "adapter.bias, adapter.weight",
+    "optimizer_of_one_layer": "0.bias, 0.weight",
+}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     """The run folders of all cases, by name."""
     root = tmp_path_factory.mktemp("something_else")
-    argv = [sys.executable, str(SCRIPTS / "something_else.py"), str(root), *HEALTHY, *FOUND]
+    argv = [sys.executable, str(SCRIPTS / "something_else.py"), str(root), *HEALTHY, *FOUND, *SLOW]
     subprocess.run(argv, env=environment(None), check=True, timeout=600)
     return root
 
@@ -198,6 +214,15 @@ def test_a_training_of_something_else_is_named(runs, name):
     told = " ".join((found[0].title, found[0].evidence, found[0].cause, found[0].fix))
     assert [word for word in words if word not in told] == [], told
     assert {rank for one in found for rank in one.ranks} == {0, 1}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_gradients_that_no_optimizer_uses_are_named(runs, name):
+    found = findings(state_of(runs, name))
+    assert [one.name for one in found if one.kind != "slow"] == []
+    assert [one.title for one in found if one.name == "no_update"] == [
+        f"{SLOW[name]} get gradients, but no optimizer holds them"
+    ]
 
 
 def test_the_ranks_send_nothing_to_compare(runs):

@@ -1055,6 +1055,134 @@ def optimizer_of_a_copy():
     train(model, torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.05))
 
 
+def gathered_first(optimizer_of, units=(0, 2)):
+    """A sharded model whose parameters are gathered when the optimizer is made; those of `units` stay so."""
+    group()
+    model = net()
+    for number in (0, 2):
+        fully_shard(model[number], reshard_after_forward=number not in units)
+    fully_shard(model)
+    train(model, optimizer_of(model))
+
+
+def after_a_forward(model):
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    return sgd(model)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+@case
+def optimizer_after_a_forward():
+    gathered_first(after_a_forward)
+
+
+@case
+def optimizer_of_gathered_parameters():
+    def make(model):
+        for part in (model[0], model[2]):
+            part.unshard()
+        return sgd(model)
+
+    gathered_first(make)
+
+
+@case
+def optimizer_of_a_gathered_layer():
+    gathered_first(after_a_forward, units=(2,))
+
+
+@case
+def optimizer_after_a_summary():
+    def make(model):
+        model.eval()
+        print(model(torch.ones(1, 6)))
+        model.train()
+        return sgd(model)
+
+    gathered_first(make)
+
+
+def gathered_features(forward):
+    """A loss of all ranks' features, which `dist.all_gather` passes no gradient to."""
+    model = ddp(nn.Linear(6, 4))
+
+    def loss(x, y):
+        mine = model(x)
+        found = [torch.zeros_like(mine) for _ in range(RANKS)]
+        dist.all_gather(found, mine)
+        return forward(mine, torch.cat(found).requires_grad_())
+
+    train(model, forward=loss)
+
+
+@case
+def features_without_gradient():
+    gathered_features(lambda mine, found: found.pow(2).mean() + 0 * mine.sum())
+
+
+@case
+def features_of_a_masked_rank():
+    gathered_features(lambda mine, found: (mine * torch.zeros(len(mine), 1)).sum() + found.mean())
+
+
+@case
+def features_multiplied_by_zero():
+    gathered_features(lambda mine, found: F.cosine_similarity(found, found.roll(1, 0)).mean() + 0.0 * mine.mean())
+
+
+class Adapted(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.down, self.up = layer.requires_grad_(False), nn.Linear(6, 2), nn.Linear(2, 8)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+def grown(grow, model=None):
+    """A model that gets a layer when its optimizer has been made."""
+    model = model or net()
+    optimizer = sgd(model)
+    torch.manual_seed(0)
+    grow(model)
+    train(ddp(model), optimizer)
+
+
+@case
+def adapter_after_the_optimizer():
+    grown(lambda model: model.__setitem__(0, Adapted(model[0])))
+
+
+@case
+def head_after_the_optimizer():
+    grown(lambda model: model.__setitem__(2, nn.Linear(8, 1)))
+
+
+@case
+def embedding_after_the_optimizer():
+    grown(lambda model: model.__setitem__(0, nn.Linear(6, 8)))
+
+
+class Beside(nn.Sequential):
+    def forward(self, x):
+        return self[:3](x) + self.adapter(x)
+
+
+@case
+def adapter_beside_the_optimizer():
+    grown(lambda model: setattr(model, "adapter", nn.Linear(6, 1)), Beside(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
+
+
+@case
+def optimizer_of_one_layer():
+    model = ddp()
+    train(model, torch.optim.SGD(model.module[2].parameters(), lr=0.05))
+
+
 def reset_before_the_step(reset):
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -596,45 +596,101 @@ def no_effect(state: RunState) -> Iterator[Finding]:
     if not (ranks := [rank for rank in state.ranks.values() if _trained(rank)]):
         return
     for rank in ranks:
-        looks = [look for look in rank.looks if len(look.sums) == len(_tensors(rank))]
+        looks = [look for look in _in_steps(rank) if look.gradients or look.gone]
         trained = sorted(_names(rank, "parameter"))
-        with_gradients = [look for look in looks if look.gradients or look.gone]
         same = all(look.sums[n] == looks[0].sums[n] for look in looks for n in trained)
-        if len(with_gradients) < _LOOKS or not trained or not same or not _all_finite(looks, trained):
+        if len(looks) < _LOOKS or not trained or not same or not _all_finite(looks, trained):
             return
-    last = ranks[0].looks[-1]
-    rates = [value for look in ranks[0].looks for name, value in look.settings.items() if name.split()[0] == "lr"]
-    sharded = any(model.sharded for model in _models(ranks[0]))
-    without = [look.gone or not look.used[1] for look in _in_steps(ranks[0]) if look.gone or look.used]
-    if len(without) >= _LOOKS and all(without):
-        cause = "the gradients of backward were reset before step(), which found none"
-        fix = "call optimizer.zero_grad() before backward or after step(), and not between them"
-    elif rates and not any(rates):
-        cause = "the learning rate is 0"
-        fix = "set the learning rate, or check the schedule (scheduler.step(), and the number of its warm-up steps)"
-    elif sharded:
-        cause = (
-            "the optimizer holds the parameters from before fully_shard, which replaces them: it updates tensors that "
-            "the model does not use any more"
-        )
-        fix = "create the optimizer after fully_shard(model)"
-    else:
-        cause = (
-            "the optimizer holds other tensors than the model: copies, or the parameters from before they were moved, "
-            "wrapped or replaced; or the updates are smaller than the precision of the parameters"
-        )
-        fix = "create the optimizer from model.parameters() when the model is complete, or keep parameters in float32"
+    first, last = ranks[0].looks[0], ranks[0].looks[-1]
+    trained = sorted(_names(ranks[0], "parameter"))
+    from_start = len(first.sums) == len(last.sums) and all(first.sums[n] == last.sums[n] for n in trained)
+    cause, fix = _why_no_effect(ranks[0])
     yield Finding(
         name="no_effect",
         kind="wrong",
-        title=f"no parameter of the model changed in {last.step} steps",
-        evidence=f"{_parameters(_called(ranks[0], sorted(_names(ranks[0], 'parameter'))))} get gradients and have the "
-        f"same values after {counted(len(_in_steps(ranks[0])), 'observed step')} as before, on "
+        title=f"no parameter of the model changed in {last.step} steps"
+        if from_start
+        else f"no parameter of the model changed after step {_in_steps(ranks[0])[0].step}",
+        evidence=f"{_parameters(_called(ranks[0], trained))} get gradients and have the same values after "
+        f"{counted(len(_in_steps(ranks[0])), 'observed step')}{' as before' if from_start else ''}, on "
         f"{ranks_in_words([rank.rank for rank in ranks], state.world_size)}",
         cause=cause,
         fix=fix,
         ranks=tuple(rank.rank for rank in ranks),
     )
+
+
+_GATHERED = (
+    "the optimizer holds the parameters from before fully_shard, or those that a forward before it had gathered: it "
+    "updates tensors that the model does not use any more",
+    "create the optimizer after fully_shard(model), and before the first forward",
+)
+
+
+def _why_no_effect(rank: RankState) -> tuple[str, str]:
+    """The cause and the fix of steps without effect."""
+    used = [look for look in _in_steps(rank) if look.gone or look.used]
+    rates = [value for look in rank.looks for name, value in look.settings.items() if name.split()[0] == "lr"]
+    if len(used) >= _LOOKS and all(look.gone for look in used):
+        return (
+            "the gradients of backward were reset before step(), which found none",
+            "call optimizer.zero_grad() before backward or after step(), and not between them",
+        )
+    if len(used) >= _LOOKS and not any(look.used[1] for look in used if look.used):
+        return (
+            "backward computes gradients of zero: the loss depends on the parameters only through a factor of zero, or "
+            "not at all, such as on the result of dist.all_gather, which passes no gradient",
+            "gather with torch.distributed.nn.functional.all_gather, or put this rank's own features, which have a "
+            "gradient, in their place; and look for detach(), masks of zeros and saturated activations",
+        )
+    if rates and not any(rates):
+        return (
+            "the learning rate is 0",
+            "set the learning rate, or check the schedule (scheduler.step(), and the number of its warm-up steps)",
+        )
+    if any(model.sharded for model in _models(rank)):
+        return _GATHERED
+    return (
+        "the optimizer holds other tensors than the model: copies, or the parameters from before they were moved, "
+        "wrapped or replaced; or the updates are smaller than the precision of the parameters",
+        "create the optimizer from model.parameters() when the model is complete, or keep parameters in float32",
+    )
+
+
+def no_update(state: RunState) -> Iterator[Finding]:
+    """Parameters that get gradients, and that no optimizer holds."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    unheld: set[str] | None = None
+    for rank in ranks:
+        looks = [look for look in _in_steps(rank) if look.gradients]
+        if len(looks) < _LOOKS:
+            return
+        always = set.intersection(*(set(look.unheld) for look in looks))
+        names = set(_called(rank, [n for n in sorted(always) if looks[0].sums[n] == looks[-1].sums[n]]))
+        unheld = names if unheld is None else unheld & names
+    if unheld and not any(no_effect(state)):
+        strangers = any(look.strangers for rank in ranks for look in _in_steps(rank))
+        sharded = any(model.sharded for model in _models(ranks[0]))
+        yield Finding(
+            name="no_update",
+            kind="wrong" if strangers else "slow",
+            title=f"{_parameters(sorted(unheld))} get gradients, but no optimizer holds them",
+            evidence=f"gradients and the same values {_where(state, ranks)}"
+            + ("; an optimizer holds parameters of no model that trains" if strangers else ""),
+            cause=_GATHERED[0]
+            if strangers and sharded
+            else "a layer was replaced when the optimizer had been made, which updates the old one"
+            if strangers
+            else "the optimizer was made before they were added, such as by LoRA, or without them; gradients that "
+            "nothing uses are computed, and sent if the model is wrapped",
+            fix=_GATHERED[1]
+            if strangers and sharded
+            else "make the optimizer when the model is complete"
+            if strangers
+            else "if they are to be trained, make the optimizer when the model is complete; if not, "
+            "requires_grad_(False) before the model is wrapped",
+            ranks=tuple(rank.rank for rank in ranks),
+        )
 
 
 def no_gradient(state: RunState) -> Iterator[Finding]:
@@ -1247,6 +1303,7 @@ RULES = (
     replicas_differ,
     tied_apart,
     no_effect,
+    no_update,
     no_gradient,
     gradients_kept,
     stays_in_evaluation,
