@@ -124,7 +124,7 @@ class Looks:
             None  # sums of gradients after backward, and before step()
         )
         self._norm: torch.Tensor | None = None  # of the gradients that were clipped last, and the limit
-        self._weights: list[tuple[float, float] | None] = []
+        self._weights: list[tuple[float, float, bool] | None] = []
         self._left: list[torch.Tensor] = []  # sums of gradients that the step began with
 
     @property
@@ -399,6 +399,8 @@ class Looks:
         if step and weights and len(weights) == len(self._weights):
             for name, values_of_name in zip(("weight", "elements"), zip(*weights)):
                 fields[name] = sum(values_of_name) / len(values_of_name)
+            if all(labels for *_, labels in weights):
+                fields["least"], fields["most"] = min(weights)[:2], max(weights)[:2]
         fields |= {
             "end": end,
             "spent": self._spent,
@@ -677,9 +679,10 @@ def _random_states() -> dict[str, str]:
     return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}
 
 
-def _weight_of_one(edge: Edge | None) -> tuple[float, float] | None:
+def _weight_of_one(edge: Edge | None) -> tuple[float, float, bool] | None:
     """The weight of one element (a token, or a sample) in the loss: 1 / n for the mean of n elements, times what the
-    script multiplied it by; and n. None if it is not found, or only a GPU knows it."""
+    script multiplied it by; and n, and whether the elements are labels. None if it is not found, or only a GPU knows
+    it."""
     factor = 1.0
     for _ in range(_NODES):
         if edge is None or edge[0] is None:
@@ -688,7 +691,7 @@ def _weight_of_one(edge: Edge | None) -> tuple[float, float] | None:
         name = node.name()
         counted = _elements_of(node, name)
         if counted is not None:
-            return (factor / counted, counted) if counted else None
+            return (factor / counted, counted, name.startswith("Nll")) if counted else None
         inputs = [following for following in node.next_functions if following[0] is not None]
         if name in ("DivBackward0", "MulBackward0"):
             number = (SAVED_OTHER if node.next_functions[0][0] is not None else SAVED_SELF).of(node)
@@ -696,7 +699,7 @@ def _weight_of_one(edge: Edge | None) -> tuple[float, float] | None:
                 return None
             value = float(number)
             if name == "DivBackward0" and value > 1 and _is_sum_of_elements(inputs[0][0]):
-                return factor / value, value
+                return factor / value, value, False
             factor *= value if name == "MulBackward0" else 1 / value if value else math.nan
         elif name not in _PASSED and len(inputs) != 1:
             return None

@@ -456,8 +456,9 @@ class Look(OfRank, tag_field="kind", tag="look"):
     nothing was sent since the first step. `gone`: backward made gradients, and step() found none, or zeros. `idle` are
     the tracked parameters without a gradient, `unheld` those with one that no optimizer holds (`strangers`: it holds
     some of no model instead), `clipped` is the factor by which the script multiplied the gradients, `weight` the weight
-    of one element in the loss, a mean over `elements`, and `random` the digests of generators that were used for this
-    rank's samples, before and after. `unsynchronised`: the last backward before the step belongs to a forward in DDP's
+    of one element in the loss, a mean over `elements` (`least` and `most` are both of the micro-batches where it is
+    least and most, for losses of labels), and `random` the digests of generators that were used for this rank's
+    samples, before and after. `unsynchronised`: the last backward before the step belongs to a forward in DDP's
     `no_sync`. `kept`: gradients of the step before were neither reset nor replaced. `evaluating`: a model with dropout
     or batch norm trains after `eval()`. `scaled`: gradients were clipped before a GradScaler divided them by its scale.
     `twice`: the loss function, and what the model computed before it although the loss computes it. `order` are the
@@ -483,6 +484,8 @@ class Look(OfRank, tag_field="kind", tag="look"):
     clipped: float | None = None
     weight: float | None = None
     elements: float | None = None
+    least: tuple[float, float] | None = None
+    most: tuple[float, float] | None = None
     random: Annotated[dict[str, tuple[Name, Name]], Meta(max_length=100)] = {}
     unsynchronised: bool = False
     kept: bool = False

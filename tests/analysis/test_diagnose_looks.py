@@ -38,6 +38,7 @@ HEALTHY = (
     "healthy_clipped_average",
     "healthy_two_models",
     "healthy_latent",
+    "healthy_accumulation",
 )
 # by case: the finding, and what it says
 FOUND: dict[str, tuple[str, ...]] = {
@@ -163,6 +164,9 @@ FOUND: dict[str, tuple[str, ...]] = {
     "mean_of_tokens": ("unequal_weights", "a mean over 7 on rank 0, 3 on rank 1"),
     "mean_of_a_mask": ("unequal_weights", "a mean over 7 on rank 0, 3 on rank 1"),
     "mean_of_unequal_batches": ("unequal_weights", "a mean over 8 on rank 0, 3 on rank 1"),
+    "mean_of_each_micro_batch": ("unequal_micro_batches", "means over 2 to 8 labels", "4 times as much"),
+    "mean_of_each_micro_batch_in_parts": ("unequal_micro_batches", "means over 2 to 8 labels"),
+    "mean_of_each_micro_batch_and_a_penalty": ("unequal_micro_batches", "means over 2 to 8 labels"),
     "gradients_never_reset": ("gradients_kept", "nothing reset the gradients"),
     "evaluated_and_never_trained_again": ("stays_in_evaluation", "between 5 and 6", "model.training was True"),
     "clipped_before_unscaling": ("clipped_scaled", "before they are unscaled"),

@@ -1487,6 +1487,40 @@ def mean_of_unequal_batches():
     train(model, forward=lambda x, y: (model(x[: 8 - 5 * RANK]) - y[: 8 - 5 * RANK]).pow(2).mean())
 
 
+def accumulate_labels(loss_of):
+    """Steps of four micro-batches, which have different numbers of labels."""
+    model = ddp(nn.Linear(6, 4))
+    optimizer = sgd(model)
+    for number, (x, _) in enumerate(batches(4 * STEPS)):
+        wanted = torch.arange(len(x)) % 4
+        wanted[: 2 * (number % 4)] = -100
+        loss_of(model(x), wanted).backward()
+        if number % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
+def mean_of_each_micro_batch():
+    accumulate_labels(lambda scores, wanted: F.cross_entropy(scores, wanted) / 4)
+
+
+@case
+def mean_of_each_micro_batch_in_parts():
+    accumulate_labels(lambda scores, wanted: F.cross_entropy(scores.T[None], wanted[None]) * 0.25)
+
+
+@case
+def mean_of_each_micro_batch_and_a_penalty():
+    accumulate_labels(lambda scores, wanted: F.cross_entropy(scores, wanted) / 4 + 0.001 * scores.pow(2).sum())
+
+
+@case
+def healthy_accumulation():
+    """The labels of all micro-batches are counted: 8 + 6 + 4 + 2."""
+    accumulate_labels(lambda scores, wanted: F.cross_entropy(scores, wanted, reduction="sum") / 20)
+
+
 def clipped(norm_of):
     group()
     model = net()

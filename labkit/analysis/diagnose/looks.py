@@ -1001,6 +1001,35 @@ def unequal_weights(state: RunState) -> Iterator[Finding]:
         return
 
 
+def unequal_micro_batches(state: RunState) -> Iterator[Finding]:
+    """A mean over different numbers of labels in each micro-batch of a step, which accumulation weights alike."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    unequal = [[look for look in _in_steps(rank) if look.least and look.most and _is_unequal(look)] for rank in ranks]
+    known = [sum(look.least is not None for look in _in_steps(rank)) for rank in ranks]
+    if not ranks or not all(len(looks) >= _LOOKS and 2 * len(looks) > of for looks, of in zip(unequal, known)):
+        return
+    look = unequal[0][-1]
+    (least, many), (most, few) = look.least or (0, 0), look.most or (0, 0)
+    yield Finding(
+        name="unequal_micro_batches",
+        kind="wrong",
+        title="the loss is a mean over different numbers of labels in each micro-batch, and the gradients are added",
+        evidence=f"rank {ranks[0].rank}, step {look.step}: means over {few:g} to {many:g} labels; one counts "
+        f"{most / least:.3g} times as much in the first as in the second, in {len(unequal[0])} of {known[0]} observed "
+        "steps",
+        cause="accumulation adds one mean per micro-batch, so a token counts more in a micro-batch that has fewer of "
+        "them: that is not the gradient of the whole batch",
+        fix="sum the loss (reduction='sum'), and divide by the number of labels in all micro-batches of the step, on "
+        "all ranks",
+        ranks=tuple(rank.rank for rank in ranks),
+    )
+
+
+def _is_unequal(look: Look) -> bool:
+    (least, _), (most, _) = look.least or (0, 0), look.most or (0, 0)
+    return 0 < least < (1 - _UNLIKE_WEIGHTS) * most and math.isfinite(most)
+
+
 def clipped_first(state: RunState) -> Iterator[Finding]:
     """Gradients that each rank clips by the norm of its own ones, before they are averaged by hand."""
     for ranks in synchronised(state):
@@ -1315,6 +1344,7 @@ RULES = (
     unlike_order,
     evaluated_twice,
     unequal_weights,
+    unequal_micro_batches,
     clipped_first,
     local_norm,
 )
