@@ -191,7 +191,7 @@ def runs(tmp_path_factory) -> Path:
     """The run folders of all cases, by name."""
     root = tmp_path_factory.mktemp("something_else")
     argv = [sys.executable, str(SCRIPTS / "something_else.py"), str(root), *HEALTHY, *FOUND, *SLOW]
-    subprocess.run(argv, env=environment(None), check=True, timeout=600)
+    subprocess.run(argv, env=environment(None), check=True, timeout=850)
     return root
 
 
