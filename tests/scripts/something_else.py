@@ -1169,7 +1169,7 @@ def embedding_after_the_optimizer():
 
 class Beside(nn.Sequential):
     def forward(self, x):
-        return self[:3](x) + self.adapter(x)
+        return self[2](self[1](self[0](x))) + self.adapter(x)
 
 
 @case

@@ -1132,13 +1132,13 @@ def _alike(ranks: Sequence[RankState]) -> bool:
 
 def _separate(ranks: Sequence[RankState], known: bool = False) -> bool:
     """Whether the ranks' models get different samples; if `known`, nothing else than that is known."""
+    inputs: list[dict[int, str | None]] = [{seen.step: seen.digest for seen in rank.seen(Input)} for rank in ranks]
+    batches: list[dict[int, str | None]] = [{seen.step: seen.digest for seen in rank.seen(Batch)} for rank in ranks]
     steps: set[int] = set()
-    for kind in (Input, Batch):
-        digests = [{seen.step: seen.digest for seen in rank.seen(kind)} for rank in ranks]
+    for digests in (inputs, batches):
         of_kind = set(digests[0]).intersection(*digests[1:])
-        if of_kind and all(
-            len({digests_of_rank[step] for digests_of_rank in digests}) == len(ranks) for step in of_kind
-        ):
+        different = [len({of_rank[step] for of_rank in digests}) for step in of_kind]
+        if different and min(different) == len(ranks):
             return True
         steps |= of_kind
     return not steps and not known
