@@ -97,6 +97,17 @@ def phase_seconds(state: RunState, number: int, now: bool = False) -> Mapping[st
 
 
 @per_revision
+def phase_seconds_of_parts(state: RunState, number: int, parts: int) -> list[Mapping[str, float]]:
+    """The current `phase_seconds` of rank `number` in each of several equally long parts of the steps; 0 if unknown."""
+    rank = _rank(state, number)
+    first = _begin(state, rank, now=True)
+    cut = {phase: numpy.array_split(rank.steps.phases[phase].sample(first), parts) for phase in PHASES}
+    return [
+        {phase: float(numpy.nan_to_num(median(pieces[part]))) for phase, pieces in cut.items()} for part in range(parts)
+    ]
+
+
+@per_revision
 def phase_shares(state: RunState) -> Mapping[str, float]:
     """By phase, its share of a step of the rank with the longest median step; they sum to 1. Empty if unknown."""
     slowest = max(state.ranks, key=lambda number: step_seconds(state, number) or 0.0, default=0)

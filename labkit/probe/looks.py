@@ -7,7 +7,8 @@ other sums than before. A tensor is represented by at most `_ELEMENTS` elements,
 large one may be missed.
 
 Where a script sends between steps, such as to average parameters, the sums of its models, if no wrapper synchronises
-them, are written once more as a `between` event when the next step begins.
+them, are written once more as a `between` event when the next step begins; where it does so in a few steps only, such
+as in those of its optimizer, when such a step ends.
 
 Within the steps of a look, gradients are read before and after what the script does to them, and the states of the
 random number generators when the samples are there and when backward begins. On a GPU every number arrives by an
@@ -94,15 +95,17 @@ class Looks:
         self._profiles = PROFILER_ENABLED.get() if PROFILER_ENABLED.exists() else bool
         self._launched = int(os.environ.get("WORLD_SIZE") or 1)
         self._wrappers: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()  # as made
-        self._tracked: list[Any] = []
+        self._tracked: tuple[list[bool], list[Any]] | None = None
         self._due, self._every = 1, _EVERY
         self._began = self._spent = self._spent_before = 0.0
         self._since, self._over, self._ordered = 0, False, False
-        self._calls_before: dict[str, int] = {}  # at the beginning of a step that is looked at
+        self._calls_before: dict[str, int] = {}  # at the beginning of a step
         self._calls_after: dict[str, int] | None = None  # at the end of a step, until the next one begins
+        self._ended = 0  # when that was, in Unix ns
         self._sends_within, self._between = True, _BETWEEN
         self._sent: bool | None = None
         self._unsynchronised = False
+        self._rates = 0.0  # the sum of the learning rates that were used until now
         self._used: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Gradient] = weakref.WeakKeyDictionary()
         self._clips: set[int] = set()  # the ids of the parameters whose gradients were clipped since backward began
         self._late: list[tuple[Any, torch.Tensor, Callable[[list[Any]], None]]] = []
@@ -120,7 +123,8 @@ class Looks:
         self._clipped: tuple[torch.Tensor, torch.Tensor] | None = (
             None  # sums of gradients after backward, and before step()
         )
-        self._weights: list[tuple[float, float] | None] = []
+        self._norm: torch.Tensor | None = None  # of the gradients that were clipped last, and the limit
+        self._weights: list[tuple[float, float, bool] | None] = []
         self._left: list[torch.Tensor] = []  # sums of gradients that the step began with
 
     @property
@@ -180,6 +184,10 @@ class Looks:
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients are as the optimizer uses them."""
+        for group in optimizer.param_groups[:_GROUPS]:
+            rate = group.get("lr")
+            if type(rate) is float:
+                self._rates += rate
         if self.now:
             self._timed(self._look_before, optimizer)
 
@@ -197,13 +205,21 @@ class Looks:
 
     def _clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def clip(*args: Any, **kwargs: Any) -> Any:
-            parameters = args[0] if args else kwargs.pop("parameters", ())
-            if self.now and not compiling():
+            parameters, *others = args or (kwargs.pop("parameters", ()),)
+            looks = self.now and not compiling()
+            if looks:
                 parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
                 self._clips.update(map(id, parameters))
-            return original(parameters, *args[1:], **kwargs)
+            norm = original(parameters, *others, **kwargs)
+            if looks and norm is not None:
+                self._guard(self._keep_norm, norm, others[0] if others else kwargs.get("max_norm"))
+            return norm
 
         return clip
+
+    def _keep_norm(self, norm: torch.Tensor, limit: float) -> None:
+        if type(norm) is torch.Tensor and not (self._watch.memory_is_profiled or _is_captured()):
+            self._norm = torch.stack((norm.detach().double(), torch.full_like(norm, limit).double()))[None]
 
     def _remember_gradient(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._used or len(self._used) < _OPTIMIZERS:
@@ -234,10 +250,12 @@ class Looks:
 
     def _look_between(self) -> None:
         before, self._calls_after = self._calls_after, None
-        calls = _calls()
-        if self.now:
-            self._calls_before = calls
-        if calls == before or self._watch.memory_is_profiled or self._profiles():
+        self._calls_before = _calls()
+        if self._calls_before != before:
+            self._write_between()
+
+    def _write_between(self) -> None:
+        if self._watch.memory_is_profiled or self._profiles():
             return
         if self._wrappers or any(map(_is_sharded, self._models())):
             self._between = 0
@@ -247,17 +265,18 @@ class Looks:
         sums = self._sums([tensor for *_, tensor in tensors])
         if sums is not None:
             step, self._between = self._watch.finished, self._between - 1
-            self._soon(sums, lambda rows: self._journal.write("between", step=step, sums=rows))
+            sent = sum(call["bytes"] for call in self._recorder.since(self._ended) or ())
+            self._soon(sums, lambda rows: self._journal.write("between", step=step, sums=rows, bytes=sent))
 
     def _remember_random(self) -> None:
         self._drawn = self._random_states()
 
     def _look_at_loss(self, made_by: Edge | None) -> None:
-        if self._drawn is not None and not self._new_order and "random" not in self._step:
-            states = self._random_states()
-            self._step["random"] = {
-                name: [before, states[name]] for name, before in self._drawn.items() if states.get(name) != before
-            }
+        if self._drawn is not None and not self._new_order:
+            states, found = self._random_states(), self._step.setdefault("random", {})
+            for name, before in self._drawn.items():
+                if states.get(name) != before:
+                    found.setdefault(name, [before, states[name]])
         self._weights.append(self._weigh(_weight_of_one, made_by))
         if twice := self._guard(_normalised_twice, made_by):
             self._step["twice"] = twice
@@ -278,6 +297,7 @@ class Looks:
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         with_gradient = [parameter for *_, parameter in tensors if parameter.grad is not None]
         if not with_gradient:
+            self._step["gone"] = self._gradients is not None and bool(len(self._gradients))
             return
         used = self._used.get(optimizer)
         kept = used is not None and used.grown and not used.reset
@@ -290,6 +310,16 @@ class Looks:
         if not self._ordered:
             self._ordered, order = True, _order(tensors, optimizer)
             self._step["order"] = order if order != sorted(order) else []
+        held = {
+            id(each) for made in self._watch.optimizers.few() for group in made.param_groups for each in group["params"]
+        }
+        self._step["unheld"] = [
+            number
+            for number, (*_, parameter) in enumerate(tensors)
+            if held and id(parameter) not in held and parameter.requires_grad and parameter.grad is not None
+        ]
+        if self._step["unheld"]:
+            self._step["strangers"] = bool(held - {id(each) for model in self._models() for each in model.parameters()})
         self._step["idle"] = self._step.get("idle", []) + [
             number
             for number, (*_, parameter) in enumerate(tensors)
@@ -317,8 +347,12 @@ class Looks:
 
     def _count_calls(self, looked: bool) -> None:
         self._calls_after = _calls()
+        sends_within = self._calls_after != self._calls_before
         if looked:
-            self._sends_within = self._calls_after != self._calls_before
+            self._sends_within = sends_within
+        elif sends_within:
+            self._timed(self._write_between)
+        self._ended = clock.SystemMoment.now().ns
 
     def _look(self, step: int) -> None:
         if not self._profiles():
@@ -365,27 +399,35 @@ class Looks:
         if step and weights and len(weights) == len(self._weights):
             for name, values_of_name in zip(("weight", "elements"), zip(*weights)):
                 fields[name] = sum(values_of_name) / len(values_of_name)
+            if all(labels for *_, labels in weights):
+                fields["least"], fields["most"] = min(weights)[:2], max(weights)[:2]
         fields |= {
             "end": end,
             "spent": self._spent,
             "group": group,
             "settings": self._settings(),
+            "rates": self._rates,
             "calls": _calls() if group else {},
         }
         sums = self._sums([tensor for *_, tensor in tensors])
         if sums is None:
             return
+        norm = [self._norm] if self._norm is not None and in_step and self._norm.device == sums.device else []
         left = [sums_left for sums_left in self._left if in_step and sums_left.device == sums.device]
-        values = [sums, *(clipped or ()), *left]
+        values = [sums, *(clipped or ()), *norm, *left]
         lengths = [len(row) for row in values]
 
         def arrived(rows: list[Any]) -> None:
-            if not all(absolute for _, absolute in rows[len(rows) - len(left) :]):
+            rows_left = len(rows) - sum(map(len, left))
+            if not all(absolute for _, absolute in rows[rows_left:]):
                 fields["kept"] = False
+            if norm:
+                fields["norm"] = rows[rows_left - 1]
             if clipped:
                 before = rows[lengths[0] : lengths[0] + lengths[1]]
                 used = rows[lengths[0] + lengths[1] : sum(lengths[:3])]
                 fields["clipped"], fields["used"] = _factor(before, used), [sum(column) for column in zip(*used)]
+                fields["gone"] = fields["clipped"] == 0
             self._journal.write(
                 "look", **{name: value for name, value in fields.items() if value}, step=step, sums=rows[: lengths[0]]
             )
@@ -443,19 +485,20 @@ class Looks:
         return found[:: math.ceil(len(found) / _TENSORS)] if found else []
 
     def _track(self, tensors: list[Any]) -> None:
-        which = [(number, name, tensor.shape) for number, name, _, tensor in tensors]
+        called = [model not in self._wrappers or model in self._watch.models for model in self._models()]
+        which = called, [(number, name, tensor.shape) for number, name, _, tensor in tensors]
         if which == self._tracked:
             return
         self._tracked = which  # a parameter that is unfrozen later is still the same one
         names = [[number, name, role, list(tensor.shape)] for number, name, role, tensor in tensors]
         models = []
-        for model in self._models():
+        for model, is_called in zip(self._models(), called):
             ddp = model in self._wrappers
             models.append(
                 {
                     "name": type(model).__name__,
                     "ranks": sorted(dist.get_process_group_ranks(model.process_group)) if ddp else None,
-                    "called": not ddp or any(trained is model for trained in self._watch.models),
+                    "called": is_called,
                     "buffers": bool(ddp and model.broadcast_buffers),
                     "sharded": _is_sharded(model),
                 }
@@ -636,9 +679,10 @@ def _random_states() -> dict[str, str]:
     return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}
 
 
-def _weight_of_one(edge: Edge | None) -> tuple[float, float] | None:
+def _weight_of_one(edge: Edge | None) -> tuple[float, float, bool] | None:
     """The weight of one element (a token, or a sample) in the loss: 1 / n for the mean of n elements, times what the
-    script multiplied it by; and n. None if it is not found, or only a GPU knows it."""
+    script multiplied it by; and n, and whether the elements are labels. None if it is not found, or only a GPU knows
+    it."""
     factor = 1.0
     for _ in range(_NODES):
         if edge is None or edge[0] is None:
@@ -647,7 +691,7 @@ def _weight_of_one(edge: Edge | None) -> tuple[float, float] | None:
         name = node.name()
         counted = _elements_of(node, name)
         if counted is not None:
-            return (factor / counted, counted) if counted else None
+            return (factor / counted, counted, name.startswith("Nll")) if counted else None
         inputs = [following for following in node.next_functions if following[0] is not None]
         if name in ("DivBackward0", "MulBackward0"):
             number = (SAVED_OTHER if node.next_functions[0][0] is not None else SAVED_SELF).of(node)
@@ -655,7 +699,7 @@ def _weight_of_one(edge: Edge | None) -> tuple[float, float] | None:
                 return None
             value = float(number)
             if name == "DivBackward0" and value > 1 and _is_sum_of_elements(inputs[0][0]):
-                return factor / value, value
+                return factor / value, value, False
             factor *= value if name == "MulBackward0" else 1 / value if value else math.nan
         elif name not in _PASSED and len(inputs) != 1:
             return None

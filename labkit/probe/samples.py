@@ -189,6 +189,7 @@ class Observations:
             set=int(sampler.epoch),
             shuffle=bool(sampler.shuffle),
             ranks=int(sampler.num_replicas),
+            seed=int(sampler.seed),
         )
 
     def _loader(self, loader: Any) -> None:

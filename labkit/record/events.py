@@ -452,17 +452,20 @@ class Look(OfRank, tag_field="kind", tag="look"):
     the first step, `end` is when the script ends. `settings` are the optimizers' hyperparameters.
 
     `group` is the size of the default process group (0: none), and `unset` are variables of other launchers that the
-    script reads. `silent`: nothing was sent since the first step. `idle` are the tracked parameters without a
-    gradient, `clipped` is the factor by which the script multiplied the gradients, `weight` the weight of one element
-    in the loss, a mean over `elements`, and `random` the digests of generators that were used for this rank's
+    script reads. `rates` is the sum of the learning rates that the optimizers' steps have used until now. `silent`:
+    nothing was sent since the first step. `gone`: backward made gradients, and step() found none, or zeros. `idle` are
+    the tracked parameters without a gradient, `unheld` those with one that no optimizer holds (`strangers`: it holds
+    some of no model instead), `clipped` is the factor by which the script multiplied the gradients, `weight` the weight
+    of one element in the loss, a mean over `elements` (`least` and `most` are both of the micro-batches where it is
+    least and most, for losses of labels), and `random` the digests of generators that were used for this rank's
     samples, before and after. `unsynchronised`: the last backward before the step belongs to a forward in DDP's
-    `no_sync`. `kept`: gradients of the step before were neither reset nor replaced. `evaluating`: a model with
-    dropout or batch norm trains after `eval()`. `scaled`: gradients were clipped before a GradScaler divided them by
-    its scale. `twice`: the loss function, and what the model computed before it although the loss computes it.
-    `order` are the tracked parameters in the order in which an optimizer holds them, if it is another one. `used` are
-    the two sums over all gradients as the optimizer used them. `calls` is the number of collectives of each group
-    since the group was made, by the group's id. `spent` is what all looks before this one have taken of the rank's
-    time."""
+    `no_sync`. `kept`: gradients of the step before were neither reset nor replaced. `evaluating`: a model with dropout
+    or batch norm trains after `eval()`. `scaled`: gradients were clipped before a GradScaler divided them by its scale.
+    `twice`: the loss function, and what the model computed before it although the loss computes it. `order` are the
+    tracked parameters in the order in which an optimizer holds them, if it is another one. `used` are the two sums over
+    all gradients as the optimizer used them. `norm` is what `clip_grad_norm_` found, and its limit. `calls` is the
+    number of collectives of each group since the group was made, by the group's id. `spent` is what all looks before
+    this one have taken of the rank's time."""
 
     step: Count
     sums: Annotated[list[tuple[float, float]], Meta(max_length=10_000)]
@@ -472,11 +475,17 @@ class Look(OfRank, tag_field="kind", tag="look"):
     settings: Annotated[dict[str, float], Meta(max_length=1_000)] = {}
     unset: Annotated[list[Name], Meta(max_length=100)] = []
     silent: bool = False
+    rates: float = 0.0
     gradients: bool = False
+    gone: bool = False
     idle: Annotated[list[Count], Meta(max_length=10_000)] = []
+    unheld: Annotated[list[Count], Meta(max_length=10_000)] = []
+    strangers: bool = False
     clipped: float | None = None
     weight: float | None = None
     elements: float | None = None
+    least: tuple[float, float] | None = None
+    most: tuple[float, float] | None = None
     random: Annotated[dict[str, tuple[Name, Name]], Meta(max_length=100)] = {}
     unsynchronised: bool = False
     kept: bool = False
@@ -485,15 +494,17 @@ class Look(OfRank, tag_field="kind", tag="look"):
     twice: tuple[Name, Name] | None = None
     order: Annotated[list[Count], Meta(max_length=10_000)] = []
     used: tuple[float, float] | None = None
+    norm: tuple[float, float] | None = None
     calls: Annotated[dict[Name, Count], Meta(max_length=10_000)] = {}
 
 
 class Between(OfRank, tag_field="kind", tag="between"):
     """The sums of the tracked tensors, as in a `Look`, where the next step begins after step `step`, if collectives
-    were called in between."""
+    were called in between or, unlike in other steps, within that step; and the `bytes` of these collectives."""
 
     step: Count
     sums: Annotated[list[tuple[float, float]], Meta(max_length=10_000)]
+    bytes: Bytes = 0
 
 
 class Operation(Recorded):
@@ -641,13 +652,14 @@ class Loader(Observed, tag_field="what", tag="loader"):
 
 
 class Epoch(Observed, tag_field="what", tag="epoch"):
-    """An iteration over a DistributedSampler begins: which one, the epoch `set` by set_epoch, whether it shuffles, and
-    over how many ranks."""
+    """An iteration over a DistributedSampler begins: which one, the epoch `set` by set_epoch, whether it shuffles and
+    with which `seed`, and over how many ranks."""
 
     sampler: Count
     set: Annotated[int, Meta(ge=-(2**53), le=2**53)]
     shuffle: bool
     ranks: Count | None = None
+    seed: Annotated[int, Meta(ge=-(2**53), le=2**53)] = 0
 
 
 class Batch(Observed, tag_field="what", tag="batch"):

@@ -249,7 +249,9 @@ class RunState:
 
     def _on_tracked(self, event: events.Tracked) -> None:
         rank = self._rank(event)
-        rank.tracked, rank.looks, rank.between = event, [], []
+        if rank.tracked is None or rank.tracked.tensors != event.tensors:
+            rank.looks, rank.between = [], []
+        rank.tracked = event
 
     def _on_look(self, event: events.Look) -> None:
         looks = self._rank(event).looks

@@ -31,6 +31,14 @@ HEALTHY = (
     "healthy_thread",
     "healthy_part_of_each_rank",
     "healthy_two_losses",
+    "healthy_averaging_in_steps",
+    "healthy_averaging_of_a_vector",
+    "healthy_averaging_of_the_state",
+    "healthy_norm_that_is_logged",
+    "healthy_clipped_average",
+    "healthy_two_models",
+    "healthy_latent",
+    "healthy_accumulation",
 )
 # by case: the finding, and what it says
 FOUND: dict[str, tuple[str, ...]] = {
@@ -88,6 +96,24 @@ FOUND: dict[str, tuple[str, ...]] = {
     ),
     "averaged_without_biases": (DRIFT, "averages the other parameters", " 6, 9, 12", "sums of 0.bias, 2.bias differ"),
     "averaged_one_tensor": (DRIFT, "averages the other parameters", "sums of 0.weight, 0.bias, 2.b"),
+    "averaged_in_steps_without_biases": (DRIFT, "averages the other parameters", "sums of 0.bias, 2.bias differ"),
+    "averaged_in_a_hook_without_the_head": (DRIFT, "averages the other parameters", "sums of 2.weight, 2.bias differ"),
+    "averaged_in_every_third_step": (DRIFT, "averages the other parameters", " 6, 9, 12", "sums of 0.weight, 0.bias"),
+    "averaged_vector_that_stays": (DRIFT, "what is averaged is a copy", "after steps "),
+    "averaged_copy_of_the_state": (DRIFT, "what is averaged is a copy", "after steps "),
+    "averaged_twin": (DRIFT, "what is averaged is a copy", "after steps "),
+    "sent_by_the_first_rank": (DRIFT, "what rank 1 trained is replaced by the parameters of rank 0"),
+    "sent_by_the_last_rank": (DRIFT, "what rank 0 trained is replaced by the parameters of rank 1"),
+    "sent_as_one_vector": (DRIFT, "what rank 1 trained is replaced by the parameters of rank 0"),
+    "buffers_beside_reduced_gradients": (DRIFT, "only buffers", "1.running_mean", "not buffers"),
+    "buffers_of_ones_own_beside_reduced_gradients": (DRIFT, "only buffers", "1.mean", "not buffers"),
+    "buffers_beside_averaged_parameters": (DRIFT, "only buffers", "1.running_mean", "not buffers"),
+    "forward_around_the_head": (DRIFT, "the replicas of one model", "sums of layer.weight", "goes around DDP"),
+    "method_of_the_head": (DRIFT, "the replicas of one model", "sums of layer.weight", "goes around DDP"),
+    "forward_around_the_body": (DRIFT, "the replicas of one model", "sums of 0.weight, 0.bias", "goes around DDP"),
+    "rate_halved_for_two_steps": (DRIFT, "learning rate summed over the steps differs first", "since a step between"),
+    "rate_of_zero_for_a_step": (DRIFT, "learning rate summed over the steps differs first", "since a step between"),
+    "rate_doubled_beside_reduced_gradients": (DRIFT, "learning rate summed over the steps differs first"),
     "reduced_flat_copy": (DRIFT, "it is a copy", "260 bytes"),
     "reduced_in_another_type": (DRIFT, "it is a copy", "520 bytes"),
     "reduced_clones": (DRIFT, "it is a copy", "260 bytes"),
@@ -103,6 +129,18 @@ FOUND: dict[str, tuple[str, ...]] = {
     "optimizer_before_sharding": ("no_effect", "from before fully_shard", "in 14 steps"),
     "optimizer_of_a_copy": ("no_effect", "other tensors than the model"),
     "rate_of_zero": ("no_effect", "the learning rate is 0"),
+    "optimizer_after_a_forward": ("no_effect", "after step 1", "before the first forward"),
+    "optimizer_of_gathered_parameters": ("no_effect", "after step 1", "before the first forward"),
+    "optimizer_after_a_summary": ("no_effect", "before the first forward"),
+    "optimizer_of_a_gathered_layer": ("no_update", "2.bias, 2.weight get", "before the first forward"),
+    "head_after_the_optimizer": ("no_update", "2.bias, 2.weight get", "a layer was replaced"),
+    "embedding_after_the_optimizer": ("no_update", "0.bias, 0.weight get", "a layer was replaced"),
+    "features_without_gradient": ("no_effect", "gradients of zero", "torch.distributed.nn.functional.all_gather"),
+    "features_of_a_masked_rank": ("no_effect", "gradients of zero"),
+    "features_multiplied_by_zero": ("no_effect", "gradients of zero"),
+    "reset_by_the_optimizer": ("no_effect", "reset before step()", "zero_grad() before backward"),
+    "reset_by_the_model": ("no_effect", "reset before step()"),
+    "reset_to_zeros": ("no_effect", "reset before step()"),
     "scaler_that_skips": ("trains_elsewhere", "the GradScaler skipped every step", "GradScaler.step: 14"),
     "scaler_of_a_large_scale": ("trains_elsewhere", "the GradScaler skipped every step"),
     "unused_layer": ("no_gradient", "other.bias, other.weight never got a gradient"),
@@ -111,6 +149,12 @@ FOUND: dict[str, tuple[str, ...]] = {
     "same_dropout": ("same_random", "torch's generator"),
     "same_noise": ("same_random", "torch's generator"),
     "same_augmentation": ("same_random", "torch's generator"),
+    "same_latent": ("same_random", "torch's generator"),
+    "same_classes": ("same_random", "torch's generator"),
+    "same_mixture": ("same_random", "torch's generator"),
+    "shuffled_by_the_rank": ("unlike_order", "seed 0 on rank 0, seed 1 on rank 1"),
+    "shuffled_by_the_time_of_each_rank": ("unlike_order", "shuffles by a different seed"),
+    "epoch_of_the_rank": ("unlike_order", "epoch 0 on rank 0, epoch 3 on rank 1", "set_epoch"),
     "split_by_rank": ("unlike_data", "a random split", "64 samples"),
     "order_of_files": ("unlike_data", "in a different order", "sorted(names)"),
     "data_of_each_rank": ("unlike_data", "a TensorDataset that is not the same"),
@@ -120,12 +164,25 @@ FOUND: dict[str, tuple[str, ...]] = {
     "mean_of_tokens": ("unequal_weights", "a mean over 7 on rank 0, 3 on rank 1"),
     "mean_of_a_mask": ("unequal_weights", "a mean over 7 on rank 0, 3 on rank 1"),
     "mean_of_unequal_batches": ("unequal_weights", "a mean over 8 on rank 0, 3 on rank 1"),
+    "mean_of_each_micro_batch": ("unequal_micro_batches", "means over 2 to 8 labels", "4 times as much"),
+    "mean_of_each_micro_batch_in_parts": ("unequal_micro_batches", "means over 2 to 8 labels"),
+    "mean_of_each_micro_batch_and_a_penalty": ("unequal_micro_batches", "means over 2 to 8 labels"),
     "gradients_never_reset": ("gradients_kept", "nothing reset the gradients"),
     "evaluated_and_never_trained_again": ("stays_in_evaluation", "between 5 and 6", "model.training was True"),
     "clipped_before_unscaling": ("clipped_scaled", "before they are unscaled"),
+    "clipped_before_the_average": ("clipped_first", "multiplied gradients by"),
+    "clipped_by_the_largest_before_the_average": ("clipped_first", "multiplied gradients by"),
+    "clipped_before_one_vector_is_averaged": ("clipped_first", "multiplied gradients by"),
     "norm_of_the_shards": ("local_norm", "all gradients were multiplied by"),
     "largest_of_the_shards": ("local_norm", "all gradients were multiplied by"),
     "norm_by_the_library": ("local_norm", "all gradients were multiplied by"),
+}
+
+
+SLOW = {  # by case: the parameters whose gradients nothing uses
+    "adapter_after_the_optimizer": "0.down.bias, 0.down.weight, 0.up.bias, 0.up.weight",
+    "adapter_beside_the_optimizer": "adapter.bias, adapter.weight",
+    "optimizer_of_one_layer": "0.bias, 0.weight",
 }
 
 
@@ -133,8 +190,8 @@ FOUND: dict[str, tuple[str, ...]] = {
 def runs(tmp_path_factory) -> Path:
     """The run folders of all cases, by name."""
     root = tmp_path_factory.mktemp("something_else")
-    argv = [sys.executable, str(SCRIPTS / "something_else.py"), str(root), *HEALTHY, *FOUND]
-    subprocess.run(argv, env=environment(None), check=True, timeout=600)
+    argv = [sys.executable, str(SCRIPTS / "something_else.py"), str(root), *HEALTHY, *FOUND, *SLOW]
+    subprocess.run(argv, env=environment(None), check=True, timeout=850)
     return root
 
 
@@ -161,6 +218,15 @@ def test_a_training_of_something_else_is_named(runs, name):
     told = " ".join((found[0].title, found[0].evidence, found[0].cause, found[0].fix))
     assert [word for word in words if word not in told] == [], told
     assert {rank for one in found for rank in one.ranks} == {0, 1}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_gradients_that_no_optimizer_uses_are_named(runs, name):
+    found = findings(state_of(runs, name))
+    assert [one.name for one in found if one.kind != "slow"] == []
+    assert [one.title for one in found if one.name == "no_update"] == [
+        f"{SLOW[name]} get gradients, but no optimizer holds them"
+    ]
 
 
 def test_the_ranks_send_nothing_to_compare(runs):

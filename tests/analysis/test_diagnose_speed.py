@@ -77,6 +77,7 @@ def test_a_rank_that_the_others_wait_for(phase, fix):
             *(traffic(rank, send=(4, 524288)) for rank in (0, 1)),
         ],  # stages, which are unlike
         [*steps(0, loss=None), *steps(1, other=0.3)],  # the same, before the first look at what is sent
+        [*steps(0, 30), *steps(1, 11), *steps(1, 19, first=12, other=0.3)],  # delayed for a while
     ],
 )
 def test_ranks_of_one_pace(events):

@@ -153,6 +153,21 @@ def mixed_tensors():
     nn.functional.linear(torch.ones(4, 4), weight)
 
 
+def whole_into_shards():
+    state = nn.Linear(4, 4).state_dict()
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh())
+    model.load_state_dict(state)
+
+
+def batch_norm_on_cpu():
+    DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4))))
+
+
+def no_folder_to_save():
+    torch.save({}, f"{SAVED}/checkpoint.pt")
+
+
 def mixed_update():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     parallelize_module(model, mesh(), {"0": ColwiseParallel()})

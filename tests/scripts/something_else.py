@@ -149,6 +149,134 @@ def averaged_one_tensor():
     average_some(lambda name: name == "2.weight", every=1)
 
 
+def when_it_steps(optimizer, then):
+    optimizer.register_step_post_hook(then)
+    return optimizer
+
+
+def average_in_steps(chosen, every, hook=False):
+    """The same, by the optimizer itself."""
+    group()
+    model, done = net(), [0]
+
+    def averaged(*_):
+        done[0] += 1
+        with torch.no_grad():
+            for name, parameter in model.named_parameters() if done[0] % every == 0 else ():
+                if chosen(name):
+                    dist.all_reduce(parameter)
+                    parameter /= RANKS
+
+    class Averaging(torch.optim.SGD):
+        def step(self):
+            super().step()
+            averaged()
+
+    kind = torch.optim.SGD if hook else Averaging
+    optimizer = kind(model.parameters(), lr=0.05)
+    train(model, when_it_steps(optimizer, averaged) if hook else optimizer)
+
+
+@case
+def averaged_in_steps_without_biases():
+    average_in_steps(lambda name: name.endswith("weight"), every=4)
+
+
+@case
+def averaged_in_a_hook_without_the_head():
+    average_in_steps(lambda name: name.startswith("0."), every=2, hook=True)
+
+
+@case
+def averaged_in_every_third_step():
+    average_in_steps(lambda name: name == "2.weight", every=3)
+
+
+@case
+def healthy_averaging_in_steps():
+    average_in_steps(lambda name: True, every=3)
+
+
+def vector(model):
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def averaged(tensor):
+    dist.all_reduce(tensor)
+    return tensor / RANKS
+
+
+def after_every_other_step(change, make=net):
+    group()
+    torch.manual_seed(0)
+    model = make()
+    train(model, each=lambda step: change(model) if step % 2 == 0 else None)
+
+
+@case
+def averaged_vector_that_stays():
+    after_every_other_step(lambda model: averaged(vector(model)))
+
+
+@case
+def averaged_copy_of_the_state():
+    after_every_other_step(lambda model: {k: averaged(v.clone()) for k, v in model.state_dict().items()})
+
+
+@case
+def averaged_twin():
+    twin = net()
+
+    def average(model):
+        twin.load_state_dict(model.state_dict())
+        for parameter in twin.parameters():
+            parameter.data = averaged(parameter.data)
+
+    after_every_other_step(average)
+
+
+@case
+def healthy_averaging_of_a_vector():
+    after_every_other_step(lambda model: nn.utils.vector_to_parameters(averaged(vector(model)), model.parameters()))
+
+
+@case
+def healthy_averaging_of_the_state():
+    def average(model):
+        state = model.state_dict()
+        model.load_state_dict({k: averaged(v.float()).to(v.dtype) for k, v in state.items()})
+
+    after_every_other_step(average, lambda: with_layer(nn.BatchNorm1d(4)))
+
+
+def sent_by(rank):
+    def send(model):
+        for tensor in model.state_dict().values():
+            dist.broadcast(tensor, rank)
+
+    after_every_other_step(send)
+
+
+@case
+def sent_by_the_first_rank():
+    sent_by(0)
+
+
+@case
+def sent_by_the_last_rank():
+    sent_by(RANKS - 1)
+
+
+@case
+def sent_as_one_vector():
+    def send(model):
+        flat = vector(model)
+        dist.broadcast(flat, 0)
+        nn.utils.vector_to_parameters(flat, model.parameters())
+
+    after_every_other_step(send)
+
+
 @case
 def healthy_averaging_in_turns():
     """Another layer after each step."""
@@ -397,6 +525,60 @@ def synchronised_outside_of_forward():
         dist.all_reduce(loss.detach())
 
 
+# ---- gradients are clipped before they are averaged
+
+
+def clip_and_average(**options):
+    group()
+    model = net()
+
+    def then():
+        nn.utils.clip_grad_norm_(model.parameters(), **options)
+        all_reduce_gradients(model)
+
+    train(model, then=then)
+
+
+@case
+def clipped_before_the_average():
+    clip_and_average(max_norm=0.01)
+
+
+@case
+def clipped_by_the_largest_before_the_average():
+    clip_and_average(max_norm=0.01, norm_type=float("inf"))
+
+
+@case
+def clipped_before_one_vector_is_averaged():
+    group()
+    model = net()
+
+    def then():
+        nn.utils.clip_grad_norm_(list(model.parameters()), 0.01)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        nn.utils.vector_to_parameters(averaged(nn.utils.parameters_to_vector(gradients)), gradients)
+
+    train(model, then=then)
+
+
+@case
+def healthy_norm_that_is_logged():
+    clip_and_average(max_norm=float("inf"))
+
+
+@case
+def healthy_clipped_average():
+    group()
+    model = net()
+
+    def then():
+        all_reduce_gradients(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    train(model, then=then)
+
+
 # ---- replicas drift: equal gradients, which the ranks use differently
 
 
@@ -514,6 +696,34 @@ def rate_of_a_scheduler():
     train(model, optimizer, each=judge)
 
 
+def rate_in_steps(changed, factor, model=None, then=None):
+    """A learning rate that one rank changes for some steps, between two looks."""
+    model = model or ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def judge(step):
+        optimizer.param_groups[0]["lr"] = 0.05 * (factor if RANK == 1 and step + 1 in changed else 1)
+
+    train(model, optimizer, each=judge, then=then)
+
+
+@case
+def rate_halved_for_two_steps():
+    rate_in_steps((9, 10), 0.5)
+
+
+@case
+def rate_of_zero_for_a_step():
+    rate_in_steps((10,), 0.0)
+
+
+@case
+def rate_doubled_beside_reduced_gradients():
+    group()
+    model = net()
+    rate_in_steps((9, 11), 2.0, model, lambda: all_reduce_gradients(model))
+
+
 @case
 def decay_of_a_rank():
     model = ddp()
@@ -601,9 +811,77 @@ def forward_kept_from_before():
     train(model, forward=loss)
 
 
-def with_buffers(layer):
+def with_layer(layer):
     torch.manual_seed(0)
-    train(ddp(nn.Sequential(nn.Linear(6, 4), layer, nn.Linear(4, 1)), broadcast_buffers=False))
+    return nn.Sequential(nn.Linear(6, 4), layer, nn.Linear(4, 1))
+
+
+def two_models(forward):
+    torch.manual_seed(0)
+    body, head = ddp(nn.Sequential(nn.Linear(6, 8), nn.Tanh())), DistributedDataParallel(Head())
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.05)
+    train(body, optimizer, forward=lambda x, y: (forward(body, head, x) - y).pow(2).mean())
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    predict = forward
+
+
+@case
+def forward_around_the_head():
+    two_models(lambda body, head, x: head.module(body(x)))
+
+
+@case
+def method_of_the_head():
+    two_models(lambda body, head, x: head.module.predict(body(x)))
+
+
+@case
+def forward_around_the_body():
+    two_models(lambda body, head, x: head(body.module(x)))
+
+
+@case
+def healthy_two_models():
+    two_models(lambda body, head, x: head(body(x)))
+
+
+def with_buffers(layer):
+    train(ddp(with_layer(layer), broadcast_buffers=False))
+
+
+def reduced_around(layer):
+    group()
+    model = with_layer(layer)
+    train(model, then=lambda: all_reduce_gradients(model))
+
+
+@case
+def buffers_beside_reduced_gradients():
+    reduced_around(nn.BatchNorm1d(4))
+
+
+@case
+def buffers_of_ones_own_beside_reduced_gradients():
+    reduced_around(Mean())
+
+
+@case
+def buffers_beside_averaged_parameters():
+    def average(model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(averaged(parameter.clone()))
+
+    after_every_other_step(average, lambda: with_layer(nn.BatchNorm1d(4)))
 
 
 @case
@@ -777,6 +1055,155 @@ def optimizer_of_a_copy():
     train(model, torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.05))
 
 
+def gathered_first(optimizer_of, units=(0, 2)):
+    """A sharded model whose parameters are gathered when the optimizer is made; those of `units` stay so."""
+    group()
+    model = net()
+    for number in (0, 2):
+        fully_shard(model[number], reshard_after_forward=number not in units)
+    fully_shard(model)
+    train(model, optimizer_of(model))
+
+
+def after_a_forward(model):
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    return sgd(model)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+@case
+def optimizer_after_a_forward():
+    gathered_first(after_a_forward)
+
+
+@case
+def optimizer_of_gathered_parameters():
+    def make(model):
+        for part in (model[0], model[2]):
+            part.unshard()
+        return sgd(model)
+
+    gathered_first(make)
+
+
+@case
+def optimizer_of_a_gathered_layer():
+    gathered_first(after_a_forward, units=(2,))
+
+
+@case
+def optimizer_after_a_summary():
+    def make(model):
+        model.eval()
+        print(model(torch.ones(1, 6)))
+        model.train()
+        return sgd(model)
+
+    gathered_first(make)
+
+
+def gathered_features(forward):
+    """A loss of all ranks' features, which `dist.all_gather` passes no gradient to."""
+    model = ddp(nn.Linear(6, 4))
+
+    def loss(x, y):
+        mine = model(x)
+        found = [torch.zeros_like(mine) for _ in range(RANKS)]
+        dist.all_gather(found, mine)
+        return forward(mine, torch.cat(found).requires_grad_())
+
+    train(model, forward=loss)
+
+
+@case
+def features_without_gradient():
+    gathered_features(lambda mine, found: found.pow(2).mean() + 0 * mine.sum())
+
+
+@case
+def features_of_a_masked_rank():
+    gathered_features(lambda mine, found: (mine * torch.zeros(len(mine), 1)).sum() + found.mean())
+
+
+@case
+def features_multiplied_by_zero():
+    gathered_features(lambda mine, found: F.cosine_similarity(found, found.roll(1, 0)).mean() + 0.0 * mine.mean())
+
+
+class Adapted(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.down, self.up = layer.requires_grad_(False), nn.Linear(6, 2), nn.Linear(2, 8)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+def grown(grow, model=None):
+    """A model that gets a layer when its optimizer has been made."""
+    model = model or net()
+    optimizer = sgd(model)
+    torch.manual_seed(0)
+    grow(model)
+    train(ddp(model), optimizer)
+
+
+@case
+def adapter_after_the_optimizer():
+    grown(lambda model: model.__setitem__(0, Adapted(model[0])))
+
+
+@case
+def head_after_the_optimizer():
+    grown(lambda model: model.__setitem__(2, nn.Linear(8, 1)))
+
+
+@case
+def embedding_after_the_optimizer():
+    grown(lambda model: model.__setitem__(0, nn.Linear(6, 8)))
+
+
+class Beside(nn.Sequential):
+    def forward(self, x):
+        return self[2](self[1](self[0](x))) + self.adapter(x)
+
+
+@case
+def adapter_beside_the_optimizer():
+    grown(lambda model: setattr(model, "adapter", nn.Linear(6, 1)), Beside(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
+
+
+@case
+def optimizer_of_one_layer():
+    model = ddp()
+    train(model, torch.optim.SGD(model.module[2].parameters(), lr=0.05))
+
+
+def reset_before_the_step(reset):
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    train(model, optimizer, then=lambda: reset(model, optimizer))
+
+
+@case
+def reset_by_the_optimizer():
+    reset_before_the_step(lambda model, optimizer: optimizer.zero_grad())
+
+
+@case
+def reset_by_the_model():
+    reset_before_the_step(lambda model, optimizer: model.zero_grad())
+
+
+@case
+def reset_to_zeros():
+    reset_before_the_step(lambda model, optimizer: optimizer.zero_grad(set_to_none=False))
+
+
 @case
 def rate_of_zero():
     model = ddp()
@@ -887,6 +1314,42 @@ def same_augmentation():
     learn_with(net(), augment=lambda: torch.randn(6))
 
 
+def with_latent(draw, seed=0):
+    """Two models, of which the first one that is called gets numbers, and samples come later."""
+    group()
+    maker, judge = (DistributedDataParallel(nn.Linear(*sizes)) for sizes in ((4, 6), (6, 1)))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (judge, maker)]
+    data = TensorDataset(torch.randn(128, 6, generator=torch.Generator().manual_seed(0)))
+    torch.manual_seed(seed)
+    for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data)):
+        for optimizer in optimizers:
+            made = maker(draw(len(x)))
+            loss = judge(made).mean() if optimizer is optimizers[1] else (judge(x) - judge(made.detach())).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+@case
+def same_latent():
+    with_latent(lambda size: torch.randn(size, 4))
+
+
+@case
+def same_classes():
+    with_latent(lambda size: F.one_hot(torch.randint(4, (size,)), 4).float())
+
+
+@case
+def same_mixture():
+    with_latent(lambda size: torch.distributions.Dirichlet(torch.ones(4)).sample((size,)))
+
+
+@case
+def healthy_latent():
+    with_latent(lambda size: torch.randn(size, 4), seed=RANK)
+
+
 @case
 def healthy_noise():
     learn_with(net(), noise=torch.randn_like, seed=RANK)
@@ -939,6 +1402,28 @@ def data_of_each_rank():
     torch.manual_seed(RANK)
     data = TensorDataset(torch.randn(64, 6))
     learn(model, DataLoader(data, 4, sampler=DistributedSampler(data)))
+
+
+def shuffled(seed=0, epoch=0):
+    model, data = ddp(), some_data()
+    sampler = DistributedSampler(data, seed=seed)
+    sampler.set_epoch(epoch)
+    learn(model, DataLoader(data, 4, sampler=sampler))
+
+
+@case
+def shuffled_by_the_rank():
+    shuffled(seed=RANK)
+
+
+@case
+def shuffled_by_the_time_of_each_rank():
+    shuffled(seed=int(time.time()) * (1 + RANK))
+
+
+@case
+def epoch_of_the_rank():
+    shuffled(epoch=3 * RANK)
 
 
 def trained_model():
@@ -1000,6 +1485,40 @@ def mean_of_a_mask():
 def mean_of_unequal_batches():
     model = ddp()
     train(model, forward=lambda x, y: (model(x[: 8 - 5 * RANK]) - y[: 8 - 5 * RANK]).pow(2).mean())
+
+
+def accumulate_labels(loss_of):
+    """Steps of four micro-batches, which have different numbers of labels."""
+    model = ddp(nn.Linear(6, 4))
+    optimizer = sgd(model)
+    for number, (x, _) in enumerate(batches(4 * STEPS)):
+        wanted = torch.arange(len(x)) % 4
+        wanted[: 2 * (number % 4)] = -100
+        loss_of(model(x), wanted).backward()
+        if number % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
+def mean_of_each_micro_batch():
+    accumulate_labels(lambda scores, wanted: F.cross_entropy(scores, wanted) / 4)
+
+
+@case
+def mean_of_each_micro_batch_in_parts():
+    accumulate_labels(lambda scores, wanted: F.cross_entropy(scores.T[None], wanted[None]) * 0.25)
+
+
+@case
+def mean_of_each_micro_batch_and_a_penalty():
+    accumulate_labels(lambda scores, wanted: F.cross_entropy(scores, wanted) / 4 + 0.001 * scores.pow(2).sum())
+
+
+@case
+def healthy_accumulation():
+    """The labels of all micro-batches are counted: 8 + 6 + 4 + 2."""
+    accumulate_labels(lambda scores, wanted: F.cross_entropy(scores, wanted, reduction="sum") / 20)
 
 
 def clipped(norm_of):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from labkit.analysis.diagnose.finding import Finding, one_of, shorter, texts
 from labkit.analysis.diagnose.hang import MISMATCH, hang, on_hosts
 from labkit.analysis.diagnose.known_errors import COLLECTIVE_TIMEOUT, KNOWN_ERRORS, KnownError
+from labkit.analysis.diagnose.mismatch import mismatch
 from labkit.common.units import counted, ranks_in_words, size
 from labkit.record.ranks import PEER_GONE
 from labkit.record.stacks import place
@@ -204,9 +205,15 @@ def first_failure(state: RunState) -> Iterator[Finding]:
 
 
 def _is_explained(state: RunState, failure: Failure) -> bool:
-    """Whether the failure is an error that is known, memory that ran out, or follows from a rank that left."""
+    """Whether the failure is an error that is known, memory that ran out, or follows from a rank that left or from
+    collectives that do not match."""
     known = next(known_error(state), None)
-    return bool(failure.left) or (known is not None and failure.rank in known.ranks) or any(out_of_memory(state))
+    return (
+        bool(failure.left)
+        or (known is not None and failure.rank in known.ranks)
+        or any(out_of_memory(state))
+        or (MISMATCH.search(failure.message) is not None and any(mismatch(state)))
+    )
 
 
 def _where(failure: Failure) -> str:

@@ -211,6 +211,15 @@ KNOWN_ERRORS = (
         "exchange the counts first (all_to_all_single of the split sizes), and allocate the output for their sum",
     ),
     KnownError(
+        "whole_into_shards",
+        r"While copying the parameter named .*got mixed torch\.Tensor and DTensor",
+        "a checkpoint of whole tensors was loaded into a sharded model",
+        "after fully_shard or parallelize_module the parameters are DTensors, of which each rank has a part; "
+        "load_state_dict copies only tensors of the same kind",
+        "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True)) of "
+        "torch.distributed.checkpoint.state_dict; or load before the model is sharded",
+    ),
+    KnownError(
         "mixed_tensors",
         r"got mixed torch\.Tensor and DTensor",
         "one operation got a DTensor and a plain tensor",
@@ -332,6 +341,13 @@ KNOWN_ERRORS = (
         "create the optimizer as in the run that saved it, then load; get_state_dict stores its state by name instead",
     ),
     KnownError(
+        "no_folder_to_save",
+        r"Parent directory .* does not exist",
+        "torch.save was given a file in a folder that does not exist",
+        "torch.save creates no folders; often one rank or node creates it, and another one saves",
+        "os.makedirs(folder, exist_ok=True) on the rank that saves, before torch.save",
+    ),
+    KnownError(
         "code_in_checkpoint",
         r"Weights only load failed",
         "the checkpoint contains more than tensors",
@@ -398,6 +414,14 @@ KNOWN_ERRORS = (
         "batch norm got a batch of one sample",
         "it needs a variance over samples; the last batch of an epoch, or a rank's shard of it, has one sample",
         "DataLoader(…, drop_last=True), or a larger batch per rank",
+    ),
+    KnownError(
+        "batch_norm_on_cpu",
+        r"SyncBatchNorm layers only work with \w+ modules",
+        "SyncBatchNorm got a model in CPU memory",
+        "its statistics are computed by kernels that exist for GPUs only",
+        "convert the model only if it is on a GPU; on CPU ranks keep BatchNorm, or use GroupNorm or LayerNorm, which "
+        "need no statistics of other samples",
     ),
     KnownError(
         "half_gradients",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.finding import Finding
 from labkit.common.units import counted, ranks_in_words
-from labkit.record.events import Batch, DividedData, Evaluation, Input, Loader
+from labkit.record.events import Batch, DividedData, Epoch, Evaluation, Input, Loader
 from labkit.record.ranks import PEER_GONE
 from labkit.record.state import per_revision
 
@@ -121,23 +121,23 @@ def replicas_differ(state: RunState) -> Iterator[Finding]:
     for ranks, ddp in _replicas(state):
         parameters, buffers = (_names(ranks[0], role) for role in ("parameter", "buffer"))
         parameters = parameters | _names(ranks[0], "frozen")
-        if ddp is None and (averaging := _averaged(ranks, parameters)):
-            steps, never = averaging
-            if never:
-                yield _averaged_in_part(ranks, steps, never)
-        elif found := _parting(ranks, parameters):
+        averaging = _averaged(ranks, parameters) if ddp is None else None
+        if averaging and averaging[1]:
+            yield _averaged_in_part(ranks, *averaging)
+        elif averaging and (source := _source(ranks, parameters)) is not None:
+            yield _replaced(ranks, source, averaging[0])
+        elif not averaging and (found := _parting(ranks, parameters)):
             first, before, parted = found
-            if told := _drift(ranks, ddp, first, parted):
+            if ddp is None and (steps := _averaged_copy(ranks, parameters)):
+                yield _drifted(ranks, first, before, parted, *_unused_average(steps))
+            elif told := _drift(ranks, ddp, first, parted):
                 yield _drifted(ranks, first, before, parted, *told)
-        elif ddp and not ddp.buffers and (found := _parting(ranks, buffers)):
-            yield _drifted(
-                ranks,
-                *found,
-                what="only buffers",
-                cause="DDP was made with broadcast_buffers=False, so each rank computes its own, such as the running "
-                "mean of BatchNorm",
-                fix="use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or leave out broadcast_buffers=False",
-            )
+        elif (
+            not (ddp and ddp.buffers)
+            and not (averaging and _averaged(ranks, buffers))
+            and (found := _parting(ranks, buffers))
+        ):
+            yield _drifted(ranks, *found, *_own_buffers(ddp))
 
 
 @dataclass(frozen=True)
@@ -367,6 +367,17 @@ def _all_reduces_gradients(ranks: Sequence[RankState], separate: bool = False) -
     return len(sizes) == len(ranks) and not sharded and min(sizes) >= _ALL_GRADIENTS * _elements(ranks[0])
 
 
+def _own_buffers(ddp: TrackedModel | None) -> tuple[str, str, str]:
+    return (
+        "only buffers",
+        ("DDP was made with broadcast_buffers=False" if ddp else "the script synchronises parameters, and not buffers")
+        + ", so each rank computes its own, such as the running mean of BatchNorm",
+        "use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs, or leave out broadcast_buffers=False"
+        if ddp
+        else "average model.buffers() as well, at least before an evaluation and before they are saved",
+    )
+
+
 def _unequal_from_the_start(ranks: list[RankState]) -> Finding:
     ddp = any(model.ranks for model in _models(ranks[0]))
     return Finding(
@@ -398,8 +409,10 @@ def _drift(
     """What differs, the cause and the fix, by what parted first; None if the events do not say that the ranks should be
     replicas."""
     start, end = ranks[0].looks[0], _in_steps(ranks[0])[-1]
-    updated = [n for n in _names(ranks[0]) if start.sums[n] != end.sums[n]]
-    everything = len(parted) >= _MOST * len([n for n in updated if _tensors(ranks[0])[n].role != "buffer"])
+    of_models = {_tensors(ranks[0])[n].model for n in parted}
+    updated = [n for n in _names(ranks[0]) - _names(ranks[0], "buffer") if start.sums[n] != end.sums[n]]
+    everything = len(parted) >= _MOST * sum(_tensors(ranks[0])[n].model in of_models for n in updated)
+    models = _models(ranks[0])
     unlike = _unlike_settings(ranks, first.step)
     if unlike:
         name, step, values = unlike
@@ -449,9 +462,9 @@ def _drift(
             " buckets, because they were unfrozen or added later, or are ignored",
             "set requires_grad and add modules before DistributedDataParallel(model), or wrap the model again then",
         )
-    if ddp and not ddp.called:
+    if ddp and not all(models[number].called for number in of_models if number < len(models)):
         return (
-            "the replicas",
+            "the replicas" if len(parted) >= _MOST * len(updated) else "the replicas of one model",
             "the forward goes around DDP: the script calls the model inside, whose gradients are not all-reduced",
             "call the DistributedDataParallel itself instead of model.module or its methods",
         )
@@ -512,15 +525,46 @@ def _between_steps(ranks: Sequence[RankState]) -> bool:
     return bool(begun) and all(begun)
 
 
-def _averaged_in_part(ranks: list[RankState], steps: Sequence[int], never: Sequence[int]) -> Finding:
-    shown = ", ".join(map(str, steps[:_SHOWN])) + (" and others" if len(steps) > _SHOWN else "")
+def _steps_in_words(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps[:_SHOWN])) + (" and others" if len(steps) > _SHOWN else "")
+
+
+def _unused_average(steps: Sequence[int]) -> tuple[str, str, str]:
+    return (
+        "the replicas",
+        "as many bytes as the parameters have are sent after steps "
+        f"{_steps_in_words(steps)}, but no parameter changes: what is averaged is a copy, such as of "
+        "parameters_to_vector or state_dict",
+        "write the average back: vector_to_parameters(average, model.parameters()), load_state_dict, or copy_ under "
+        "no_grad",
+    )
+
+
+def _replaced(ranks: list[RankState], source: int, steps: Sequence[int]) -> Finding:
+    others = [rank.rank for rank in ranks if rank.rank != source]
     return Finding(
         name="replicas_differ",
         kind="wrong",
-        title=f"some parameters on {ranks_in_words([rank.rank for rank in ranks])} are averaged between steps, and"
+        title=f"what {ranks_in_words(others)} trained is replaced by the parameters of rank {source}",
+        evidence=f"replicas that had parted are equal after the communication of steps {_steps_in_words(steps)}, and "
+        f"those of rank {source} did not change by it",
+        cause=f"the script sends the parameters of rank {source} to the others, such as by broadcast, instead of an "
+        "average, so the steps of the others have no effect",
+        fix="average them: all_reduce(parameter.data), then divide by the number of ranks; or average gradients in "
+        "every step, as DistributedDataParallel does",
+        ranks=tuple(rank.rank for rank in ranks),
+    )
+
+
+def _averaged_in_part(ranks: list[RankState], steps: Sequence[int], never: Sequence[int]) -> Finding:
+    return Finding(
+        name="replicas_differ",
+        kind="wrong",
+        title=f"some parameters on {ranks_in_words([rank.rank for rank in ranks])} are averaged from time to time, and"
         " others part for good",
-        evidence=f"after the communication that follows steps {shown}, sums of {_parameters(_called(ranks[0], never))}"
-        " differ, and those of the other parameters, which had parted, are equal",
+        evidence=f"after the communication of steps {_steps_in_words(steps)}, sums of "
+        f"{_parameters(_called(ranks[0], never))} differ, and those of the other parameters, which had parted, are "
+        "equal",
         cause="the script averages the other parameters from time to time, and not these",
         fix="average everything that the optimizer updates, for instance in a loop over model.parameters()",
         ranks=tuple(rank.rank for rank in ranks),
@@ -552,41 +596,101 @@ def no_effect(state: RunState) -> Iterator[Finding]:
     if not (ranks := [rank for rank in state.ranks.values() if _trained(rank)]):
         return
     for rank in ranks:
-        looks = [look for look in rank.looks if len(look.sums) == len(_tensors(rank))]
+        looks = [look for look in _in_steps(rank) if look.gradients or look.gone]
         trained = sorted(_names(rank, "parameter"))
-        with_gradients = [look for look in looks if look.gradients]
         same = all(look.sums[n] == looks[0].sums[n] for look in looks for n in trained)
-        if len(with_gradients) < _LOOKS or not trained or not same or not _all_finite(looks, trained):
+        if len(looks) < _LOOKS or not trained or not same or not _all_finite(looks, trained):
             return
-    last = ranks[0].looks[-1]
-    rates = [value for look in ranks[0].looks for name, value in look.settings.items() if name.split()[0] == "lr"]
-    sharded = any(model.sharded for model in _models(ranks[0]))
-    if rates and not any(rates):
-        cause = "the learning rate is 0"
-        fix = "set the learning rate, or check the schedule (scheduler.step(), and the number of its warm-up steps)"
-    elif sharded:
-        cause = (
-            "the optimizer holds the parameters from before fully_shard, which replaces them: it updates tensors that "
-            "the model does not use any more"
-        )
-        fix = "create the optimizer after fully_shard(model)"
-    else:
-        cause = (
-            "the optimizer holds other tensors than the model: copies, or the parameters from before they were moved, "
-            "wrapped or replaced; or the updates are smaller than the precision of the parameters"
-        )
-        fix = "create the optimizer from model.parameters() when the model is complete, or keep parameters in float32"
+    first, last = ranks[0].looks[0], ranks[0].looks[-1]
+    trained = sorted(_names(ranks[0], "parameter"))
+    from_start = len(first.sums) == len(last.sums) and all(first.sums[n] == last.sums[n] for n in trained)
+    cause, fix = _why_no_effect(ranks[0])
     yield Finding(
         name="no_effect",
         kind="wrong",
-        title=f"no parameter of the model changed in {last.step} steps",
-        evidence=f"{_parameters(_called(ranks[0], sorted(_names(ranks[0], 'parameter'))))} have gradients and the same "
-        f"values after {counted(len(_in_steps(ranks[0])), 'observed step')} as before, on "
+        title=f"no parameter of the model changed in {last.step} steps"
+        if from_start
+        else f"no parameter of the model changed after step {_in_steps(ranks[0])[0].step}",
+        evidence=f"{_parameters(_called(ranks[0], trained))} get gradients and have the same values after "
+        f"{counted(len(_in_steps(ranks[0])), 'observed step')}{' as before' if from_start else ''}, on "
         f"{ranks_in_words([rank.rank for rank in ranks], state.world_size)}",
         cause=cause,
         fix=fix,
         ranks=tuple(rank.rank for rank in ranks),
     )
+
+
+_GATHERED = (
+    "the optimizer holds the parameters from before fully_shard, or those that a forward before it had gathered: it "
+    "updates tensors that the model does not use any more",
+    "create the optimizer after fully_shard(model), and before the first forward",
+)
+
+
+def _why_no_effect(rank: RankState) -> tuple[str, str]:
+    """The cause and the fix of steps without effect."""
+    used = [look for look in _in_steps(rank) if look.gone or look.used]
+    rates = [value for look in rank.looks for name, value in look.settings.items() if name.split()[0] == "lr"]
+    if len(used) >= _LOOKS and all(look.gone for look in used):
+        return (
+            "the gradients of backward were reset before step(), which found none",
+            "call optimizer.zero_grad() before backward or after step(), and not between them",
+        )
+    if len(used) >= _LOOKS and not any(look.used[1] for look in used if look.used):
+        return (
+            "backward computes gradients of zero: the loss depends on the parameters only through a factor of zero, or "
+            "not at all, such as on the result of dist.all_gather, which passes no gradient",
+            "gather with torch.distributed.nn.functional.all_gather, or put this rank's own features, which have a "
+            "gradient, in their place; and look for detach(), masks of zeros and saturated activations",
+        )
+    if rates and not any(rates):
+        return (
+            "the learning rate is 0",
+            "set the learning rate, or check the schedule (scheduler.step(), and the number of its warm-up steps)",
+        )
+    if any(model.sharded for model in _models(rank)):
+        return _GATHERED
+    return (
+        "the optimizer holds other tensors than the model: copies, or the parameters from before they were moved, "
+        "wrapped or replaced; or the updates are smaller than the precision of the parameters",
+        "create the optimizer from model.parameters() when the model is complete, or keep parameters in float32",
+    )
+
+
+def no_update(state: RunState) -> Iterator[Finding]:
+    """Parameters that get gradients, and that no optimizer holds."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    unheld: set[str] | None = None
+    for rank in ranks:
+        looks = [look for look in _in_steps(rank) if look.gradients]
+        if len(looks) < _LOOKS:
+            return
+        always = set.intersection(*(set(look.unheld) for look in looks))
+        names = set(_called(rank, [n for n in sorted(always) if looks[0].sums[n] == looks[-1].sums[n]]))
+        unheld = names if unheld is None else unheld & names
+    if unheld and not any(no_effect(state)):
+        strangers = any(look.strangers for rank in ranks for look in _in_steps(rank))
+        sharded = any(model.sharded for model in _models(ranks[0]))
+        yield Finding(
+            name="no_update",
+            kind="wrong" if strangers else "slow",
+            title=f"{_parameters(sorted(unheld))} get gradients, but no optimizer holds them",
+            evidence=f"gradients and the same values {_where(state, ranks)}"
+            + ("; an optimizer holds parameters of no model that trains" if strangers else ""),
+            cause=_GATHERED[0]
+            if strangers and sharded
+            else "a layer was replaced when the optimizer had been made, which updates the old one"
+            if strangers
+            else "the optimizer was made before they were added, such as by LoRA, or without them; gradients that "
+            "nothing uses are computed, and sent if the model is wrapped",
+            fix=_GATHERED[1]
+            if strangers and sharded
+            else "make the optimizer when the model is complete"
+            if strangers
+            else "if they are to be trained, make the optimizer when the model is complete; if not, "
+            "requires_grad_(False) before the model is wrapped",
+            ranks=tuple(rank.rank for rank in ranks),
+        )
 
 
 def no_gradient(state: RunState) -> Iterator[Finding]:
@@ -788,8 +892,36 @@ def unlike_data(state: RunState) -> Iterator[Finding]:
         return
 
 
+def unlike_order(state: RunState) -> Iterator[Finding]:
+    """Samplers that shuffle in a different order on each rank, so that the parts of the ranks overlap."""
+    seen = [[epoch for epoch in rank.seen(Epoch) if epoch.shuffle] for rank in state.ranks.values()]
+    for epochs in zip(*seen) if len(seen) > 1 else ():
+        alike = len({(epoch.sampler, epoch.ranks) for epoch in epochs}) == 1 and epochs[0].ranks == len(epochs)
+        if not alike or len({epoch.seed + epoch.set for epoch in epochs}) == 1:
+            continue
+        name = "seed" if len({epoch.seed for epoch in epochs}) > 1 else "set"
+        word = "seed" if name == "seed" else "epoch"
+        yield Finding(
+            name="unlike_order",
+            kind="wrong",
+            title=f"the DistributedSampler shuffles by a different {word} on each rank",
+            evidence=", ".join(f"{word} {getattr(epoch, name)} on rank {epoch.rank}" for epoch in epochs),
+            cause="each rank takes its part of a shuffled order, which must be the same on all of them: now samples "
+            "are in several parts, or in none",
+            fix="use one seed on all ranks, DistributedSampler(data, seed=seed), and seed with the rank only what is "
+            "drawn for its samples"
+            if name == "seed"
+            else "call sampler.set_epoch(epoch) with the same number on all ranks: after a restart, broadcast the "
+            "epoch of the checkpoint",
+            ranks=tuple(epoch.rank for epoch in epochs),
+        )
+        return
+
+
 def evaluated_twice(state: RunState) -> Iterator[Finding]:
     """Samples that count more than once in an evaluation, or that are also trained on."""
+    if any(unlike_data(state)):
+        return  # of which this is a consequence
     seen = [rank.seen(Evaluation) for rank in state.ranks.values()]
     for number, evaluations in enumerate(zip(*seen) if seen else ()):
         if len(evaluations) < state.world_size or any(
@@ -869,6 +1001,63 @@ def unequal_weights(state: RunState) -> Iterator[Finding]:
         return
 
 
+def unequal_micro_batches(state: RunState) -> Iterator[Finding]:
+    """A mean over different numbers of labels in each micro-batch of a step, which accumulation weights alike."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    unequal = [[look for look in _in_steps(rank) if look.least and look.most and _is_unequal(look)] for rank in ranks]
+    known = [sum(look.least is not None for look in _in_steps(rank)) for rank in ranks]
+    if not ranks or not all(len(looks) >= _LOOKS and 2 * len(looks) > of for looks, of in zip(unequal, known)):
+        return
+    look = unequal[0][-1]
+    (least, many), (most, few) = look.least or (0, 0), look.most or (0, 0)
+    yield Finding(
+        name="unequal_micro_batches",
+        kind="wrong",
+        title="the loss is a mean over different numbers of labels in each micro-batch, and the gradients are added",
+        evidence=f"rank {ranks[0].rank}, step {look.step}: means over {few:g} to {many:g} labels; one counts "
+        f"{most / least:.3g} times as much in the first as in the second, in {len(unequal[0])} of {known[0]} observed "
+        "steps",
+        cause="accumulation adds one mean per micro-batch, so a token counts more in a micro-batch that has fewer of "
+        "them: that is not the gradient of the whole batch",
+        fix="sum the loss (reduction='sum'), and divide by the number of labels in all micro-batches of the step, on "
+        "all ranks",
+        ranks=tuple(rank.rank for rank in ranks),
+    )
+
+
+def _is_unequal(look: Look) -> bool:
+    (least, _), (most, _) = look.least or (0, 0), look.most or (0, 0)
+    return 0 < least < (1 - _UNLIKE_WEIGHTS) * most and math.isfinite(most)
+
+
+def clipped_first(state: RunState) -> Iterator[Finding]:
+    """Gradients that each rank clips by the norm of its own ones, before they are averaged by hand."""
+    for ranks in synchronised(state):
+        found = _unequal(ranks, _clip_factor, _UNLIKE_FACTORS)
+        if found is None or any(model.ranks for model in _models(ranks[0])):
+            continue
+        step, factors = found
+        told = ", ".join(f"{factor:.4g} on rank {rank.rank}" for factor, rank in zip(factors, ranks))
+        yield Finding(
+            name="clipped_first",
+            kind="wrong",
+            title="each rank clips its own gradients, before they are averaged",
+            evidence=f"step {step}: clip_grad_norm_ multiplied gradients by {told}; after the step the replicas are "
+            "equal",
+            cause="the norm of one rank's gradients is larger and noisier than that of their average, so the ranks are "
+            "scaled by different factors, and the limit means something else than on one device",
+            fix="all-reduce the gradients first, and call clip_grad_norm_ after that",
+            ranks=tuple(rank.rank for rank in ranks),
+        )
+        return
+
+
+def _clip_factor(look: Look) -> float | None:
+    """By what `clip_grad_norm_` multiplied the gradients of a rank."""
+    norm, limit = look.norm or (0.0, 0.0)
+    return min(1.0, limit / norm) if norm > 0 else None
+
+
 def local_norm(state: RunState) -> Iterator[Finding]:
     """Gradients that were clipped by a different factor on each rank of one model."""
     for ranks in _averaging(state):
@@ -943,11 +1132,16 @@ def _alike(ranks: Sequence[RankState]) -> bool:
 
 def _separate(ranks: Sequence[RankState], known: bool = False) -> bool:
     """Whether the ranks' models get different samples; if `known`, nothing else than that is known."""
-    digests = [{seen.step: seen.digest for seen in rank.seen(Input)} for rank in ranks]
-    steps = set(digests[0]).intersection(*digests[1:])
-    if not steps:
-        return not known
-    return all(len({digests_of_rank[step] for digests_of_rank in digests}) == len(ranks) for step in steps)
+    inputs: list[dict[int, str | None]] = [{seen.step: seen.digest for seen in rank.seen(Input)} for rank in ranks]
+    batches: list[dict[int, str | None]] = [{seen.step: seen.digest for seen in rank.seen(Batch)} for rank in ranks]
+    steps: set[int] = set()
+    for digests in (inputs, batches):
+        of_kind = set(digests[0]).intersection(*digests[1:])
+        different = [len({of_rank[step] for of_rank in digests}) for step in of_kind]
+        if different and min(different) == len(ranks):
+            return True
+        steps |= of_kind
+    return not steps and not known
 
 
 def _look_at(rank: RankState, step: int) -> Look | None:
@@ -970,15 +1164,61 @@ def parted_names(ranks: Sequence[RankState], step: int) -> list[str]:
 def _averaged(ranks: Sequence[RankState], numbers: set[int]) -> tuple[list[int], list[int]] | None:
     """The steps after which replicas that had parted came together again, at least some of their tensors; and the
     tensors that never did. None if that is not known to happen."""
-    count = len(_tensors(ranks[0]))
-    between = [{found.step: found for found in rank.between if len(found.sums) == count} for rank in ranks]
+    ever: set[int] = set()
     apart_after = {}
-    for step in sorted(set.intersection(*map(set, between))):
-        looked_at = max((look.step for look in _in_steps(ranks[0]) if look.step <= step), default=0)
-        apart = _different([found[step] for found in between], numbers)
-        if set(_apart(ranks, looked_at, numbers)) - set(apart):
-            apart_after[step] = set(apart)
+    for step, found in _moments(ranks):
+        apart = set(_different(found, numbers))
+        if ever - apart:
+            apart_after[step] = apart
+        ever |= apart
     return (list(apart_after), sorted(set.intersection(*apart_after.values()))) if len(apart_after) >= _LOOKS else None
+
+
+def _moments(ranks: Sequence[RankState]) -> list[tuple[int, list[Look | Between]]]:
+    """What the ranks recorded of the same steps, in their order: the ends of steps, and the begin of the next ones."""
+    looks = [{look.step: look for look in _in_steps(rank)} for rank in ranks]
+    between = [_betweens(rank) for rank in ranks]
+    steps = [(step, False) for step in set(looks[0]).intersection(*looks[1:])]
+    steps += [(step, True) for step in set(between[0]).intersection(*between[1:])]
+    return [(step, [of_rank[step] for of_rank in (between if later else looks)]) for step, later in sorted(steps)]
+
+
+def _betweens(rank: RankState) -> dict[int, Between]:
+    return {found.step: found for found in rank.between if len(found.sums) == len(_tensors(rank))}
+
+
+def _around(ranks: Sequence[RankState]) -> Iterator[tuple[int, list[Look], list[Between]]]:
+    """The steps of which it is known what the ranks had when they ended, and what when the next one began."""
+    looks = [{look.step: look for look in _in_steps(rank)} for rank in ranks]
+    between = [_betweens(rank) for rank in ranks]
+    for step in sorted(set(looks[0]).intersection(*looks[1:], *between)):
+        yield step, [of_rank[step] for of_rank in looks], [of_rank[step] for of_rank in between]
+
+
+def _source(ranks: Sequence[RankState], numbers: set[int]) -> int | None:
+    """The rank whose parameters replace those of all others, wherever replicas come together; None if there is none."""
+    kept: set[int] | None = None
+    seen = 0
+    for _, before, after in _around(ranks):
+        if _different(before, numbers) and not _different(after, numbers):
+            unchanged = {
+                rank.rank for rank, old, new in zip(ranks, before, after) if not _different([old, new], numbers)
+            }
+            kept = unchanged if kept is None else kept & unchanged
+            seen += 1
+    return min(kept) if kept and seen >= _LOOKS else None
+
+
+def _averaged_copy(ranks: Sequence[RankState], numbers: set[int]) -> list[int]:
+    """The steps after which as many bytes were sent as the parameters have, and no parameter changed."""
+    least = _ALL_GRADIENTS * _elements(ranks[0])
+    found = [
+        step
+        for step, before, after in _around(ranks)
+        if all(old.sums == new.sums and new.bytes >= least for old, new in zip(before, after))
+        and _different(after, numbers)
+    ]
+    return found if len(found) >= _LOOKS else []
 
 
 def _different(looks: Sequence[Look | Between], numbers: set[int]) -> list[int]:
@@ -1018,7 +1258,8 @@ def _parting(ranks: Sequence[RankState], numbers: set[int]) -> tuple[Look, Look,
 
 
 def _unlike_settings(ranks: Sequence[RankState], until: int) -> tuple[str, int, list[float]] | None:
-    """The first hyperparameter that differs between ranks, up to a step."""
+    """The first hyperparameter that differs between ranks, up to a step; or the sum of the learning rates until then,
+    if they differed in between."""
     for step in sorted(look.step for look in ranks[0].looks if look.step <= until and not look.end):
         looks = [look for rank in ranks if (look := _look_at(rank, step)) is not None]
         if len(looks) < len(ranks):
@@ -1027,6 +1268,9 @@ def _unlike_settings(ranks: Sequence[RankState], until: int) -> tuple[str, int, 
             values = [look.settings.get(name, looks[0].settings[name]) for look in looks]
             if max(values) - min(values) > 1e-9 * max(map(abs, values)):
                 return name, step, values
+        rates = [look.rates for look in looks]
+        if max(rates) - min(rates) > 1e-9 * max(rates):
+            return "lr summed over the steps", step, rates
     return None
 
 
@@ -1088,6 +1332,7 @@ RULES = (
     replicas_differ,
     tied_apart,
     no_effect,
+    no_update,
     no_gradient,
     gradients_kept,
     stays_in_evaluation,
@@ -1096,7 +1341,10 @@ RULES = (
     repeated_stream,
     same_random,
     unlike_data,
+    unlike_order,
     evaluated_twice,
     unequal_weights,
+    unequal_micro_batches,
+    clipped_first,
     local_norm,
 )

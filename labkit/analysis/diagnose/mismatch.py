@@ -172,8 +172,8 @@ def left_early(state: RunState) -> Iterator[Finding]:
         + (f"; rank {first.rank}: {shorter(failure.type + ': ' + failure.message)}" if failure is not None else ""),
         cause="a collective completes only when every rank in its group calls it; a rank that has exited never does",
         fix=(
-            "end the loop at the same step on all ranks: base a `return`, `break` or `sys.exit()` on a value that all "
-            "ranks share, such as a flag broadcast from rank 0"
+            "make the same steps on all ranks: base a `return`, `break` or `sys.exit()`, and an `if` around backward, "
+            "on a value that all ranks share, such as a flag broadcast from rank 0"
         ),
         ranks=(*ended, *held_up),
     )

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.finding import DDP, Finding, one_of
-from labkit.analysis.metrics import USUAL, counted_steps, expert_loads, median, phase_seconds, step_seconds, summed
+from labkit.analysis.metrics import (
+    USUAL,
+    counted_steps,
+    expert_loads,
+    median,
+    phase_seconds,
+    phase_seconds_of_parts,
+    step_seconds,
+    summed,
+)
 from labkit.common.units import counted, ranks_in_words, size
 from labkit.record.events import Item, Loader
 
@@ -57,6 +66,7 @@ _LONG = 2.0  # seconds of such steps, before a rank is called slow: in less, ano
 _DATA_SHARE = 0.3
 _SLOWER = 1.5  # times the other ranks' own time, for a straggler
 _EXCESS = 0.2  # least excess of a straggler, as a share of the step
+_PARTS = 3  # of the steps, in each of which a straggler is the slowest: another process delays a rank for a while
 _EXPOSED = 0.4
 _SAMPLES = 3  # profiled steps that need no confirmation by unprofiled ones
 _FEW_BYTES = 1 << 20
@@ -136,7 +146,11 @@ def straggler(state: RunState) -> Iterator[Finding]:
     step = max(_step(state, rank.rank) for rank in ranks)
     if not all(_is_long(state, rank) for rank in ranks):
         return
-    if total[slowest] < _SLOWER * median(others) or excess < _EXCESS * step:
+    if (
+        total[slowest] < _SLOWER * median(others)
+        or excess < _EXCESS * step
+        or not _always_slowest(state, total, slowest)
+    ):
         return
     lost = {
         phase: own[slowest][phase] - median(own[number][phase] for number in own if number != slowest) for phase in _OWN
@@ -161,6 +175,18 @@ def straggler(state: RunState) -> Iterator[Finding]:
             " others'",
         ),
         ranks=(slowest,),
+    )
+
+
+def _always_slowest(state: RunState, ranks: Iterable[int], slowest: int) -> bool:
+    """Whether a rank's own work takes longer than that of the others in each part of the steps."""
+    parts = {rank: phase_seconds_of_parts(state, rank, _PARTS) for rank in ranks}
+    totals = [
+        {rank: sum(of_rank[part][phase] for phase in _OWN) for rank, of_rank in parts.items()} for part in range(_PARTS)
+    ]
+    return all(
+        total[slowest] >= _SLOWER * median(seconds for rank, seconds in total.items() if rank != slowest)
+        for total in totals
     )
 
 
