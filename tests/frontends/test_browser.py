@@ -13,6 +13,7 @@ from browser import (
     HEADER,
     LAB,
     NOTEBOOK,
+    PREDICT,
     ROOT,
     RUN_TIMEOUT,
     Jupyter,
@@ -128,8 +129,10 @@ def test_lab_00_with_recorded_runs(page, jupyter, tmp_path):
     recorded = {record(tmp_path, settle(strategy, steps=20)).name for strategy in ("single", "ddp")}
     open_notebook(page, jupyter, "labs/00_start_here.py")
     in_the_kernel(page, f"from labkit.frontends.handout.run import stand_in; stand_in({str(tmp_path)!r})")
-    command(page, "notebook:run-all-cells")
     code = page.evaluate(f"{CELLS}.flatMap((one, number) => one.model.type === 'code' ? [number] : [])")
+    for number in code:
+        page.evaluate(PREDICT, number)
+    command(page, "notebook:run-all-cells")
     executed = f"number => {CELLS}[number].model.executionCount !== null"
     page.wait_for_function(executed, arg=code[-1], timeout=RUN_TIMEOUT)
     assert {folder.name for folder in RunFolder.all(jupyter.runs)} == recorded

@@ -40,6 +40,11 @@ TOKEN = "for-these-tests-only"
 RUN_TIMEOUT = 120_000  # ms that a run may need to reach a state on a busy machine
 NOTEBOOK = "window.jupyterapp.shell.currentWidget.content"  # in the page: the notebook that is open, and its cells
 CELLS = f"{NOTEBOOK}.widgets"
+# in the cell with this number a prediction that is still three dots becomes 1
+PREDICT = (
+    f"number => {{ const cell = {CELLS}[number].model.sharedModel;"
+    """ cell.setSource(cell.getSource().replace(/(guess\\("\\w+", )\\.\\.\\./g, "$11")) }"""
+)
 HEADER = """# ---
 # jupyter:
 #   kernelspec:

@@ -8,7 +8,7 @@ import inspect
 import re
 
 import pytest
-from browser import CELLS, NOTEBOOK, RUN_TIMEOUT, open_notebook, set_theme, sync_api
+from browser import CELLS, NOTEBOOK, PREDICT, RUN_TIMEOUT, open_notebook, set_theme, sync_api
 from conftest import PICTURES
 
 from labkit.course.build.criteria import source_of
@@ -27,10 +27,6 @@ LESSONS = (
 SHOWN = (
     f"{CELLS}.map(one => [one.model.sharedModel.getSource(), one.model.getMetadata('tags') ?? [], one.model.type ==="
     " 'code'])"
-)
-PREDICT = (
-    f"number => {{ const cell = {CELLS}[number].model.sharedModel;"
-    """ cell.setSource(cell.getSource().replace(/(guess\\("\\w+", )\\.\\.\\./g, "$11")) }"""
 )
 IDLE = f"number => {CELLS}[number].model.executionState !== 'running' && {CELLS}[number].model.executionCount !== null"
 
