@@ -347,6 +347,9 @@ class Looks:
 
     def _count_calls(self, looked: bool) -> None:
         self._calls_after = _calls()
+        if not self._calls_after:  # no group of several ranks
+            self._between = 0
+            return
         sends_within = self._calls_after != self._calls_before
         if looked:
             self._sends_within = sends_within
