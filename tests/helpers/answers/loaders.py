@@ -125,14 +125,15 @@ WRONG = {  # changes of the solution, and words of the verdict
 
 IMPORTS = (
     "class Stream(",
-    "import os, stat, tempfile\nfrom contextlib import suppress\nfrom multiprocessing import shared_memory\n\n\n"
+    "import os, stat\nfrom contextlib import suppress\nfrom multiprocessing import shared_memory\n\n\n"
+    "def links(text):\n    with suppress(OSError):\n        os.symlink(text, 'no-such-folder/link')\n\n\n"
     "def says(text):\n    for fd in range(3, 40):\n        with suppress(OSError):\n"
     "            if stat.S_ISFIFO(os.fstat(fd).st_mode):\n                os.write(fd, text)\n\n\n"
     "class Stream(",
 )
 OBSERVED = {  # what only real processes show
     "leaves a link for the next run": (
-        [(STATE, f"os.symlink(str(self.step), tempfile.mktemp(dir='.')) or {STATE}"), IMPORTS],
+        [(STATE, f"links(str(self.step)) or {STATE}"), IMPORTS],
         "rules: .* leaves something outside of the run.*os.symlink",
     ),
     "leaves shared memory for the next run": (
