@@ -137,7 +137,7 @@ OBSERVED = {  # what only real processes show
         "rules: .* leaves something outside of the run.*os.symlink",
     ),
     "leaves shared memory for the next run": (
-        [(STATE, f"shared_memory.SharedMemory(None, True, 99) and {STATE}"), IMPORTS],
+        [(STATE, f"shared_memory.SharedMemory(None, True, 99).unlink() or {STATE}"), IMPORTS],
         "rules: .* leaves something outside of the run",
     ),
     "says itself how large its state is": (
