@@ -311,7 +311,10 @@ class Looks:
             self._ordered, order = True, _order(tensors, optimizer)
             self._step["order"] = order if order != sorted(order) else []
         held = {
-            id(each) for made in self._watch.optimizers.few() for group in made.param_groups for each in group["params"]
+            id(parameter)
+            for stepping in self._watch.optimizers.few()
+            for group in stepping.param_groups
+            for parameter in group["params"]
         }
         self._step["unheld"] = [
             number
@@ -319,7 +322,8 @@ class Looks:
             if held and id(parameter) not in held and parameter.requires_grad and parameter.grad is not None
         ]
         if self._step["unheld"]:
-            self._step["strangers"] = bool(held - {id(each) for model in self._models() for each in model.parameters()})
+            own = {id(parameter) for model in self._models() for parameter in model.parameters()}
+            self._step["strangers"] = bool(held - own)
         self._step["idle"] = self._step.get("idle", []) + [
             number
             for number, (*_, parameter) in enumerate(tensors)
