@@ -164,7 +164,8 @@ class Looks:
     def backward_begins(self, made_by: Edge | None) -> None:
         """Backward begins from a loss that the operation `made_by` computed."""
         self._begins()  # no forward was seen, such as that of a compiled model
-        self._guard(self._gradients_before)
+        if self._used or self._clips:
+            self._guard(self._gradients_before)
         if self.now:
             self._timed(self._look_at_loss, made_by)
 
@@ -176,10 +177,13 @@ class Looks:
 
     def backward_ends(self) -> None:
         """Gradients are as backward, and what the wrapper sends in it, made them."""
+        if self._used:
+            self._guard(self._gradients_after)
+        if not self.now:
+            return
         # DDP decides when its forward is called whether the backward of it is synchronised
         self._unsynchronised = any(not model.require_forward_param_sync for model in self._wrappers)
-        self._guard(self._gradients_after)
-        if self.now and not self._watch.memory_is_profiled:
+        if not self._watch.memory_is_profiled:
             self._timed(self._keep_gradients)
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -193,7 +197,8 @@ class Looks:
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has used its gradients, and nothing has been added to them since."""
-        self._guard(self._remember_gradient, optimizer)
+        if self._watch.finished + 2 >= self._due:  # the next step is looked at, too
+            self._guard(self._remember_gradient, optimizer)
 
     def unscales(self, optimizer: torch.optim.Optimizer) -> None:
         """A GradScaler is about to divide the gradients by its scale."""
@@ -346,6 +351,8 @@ class Looks:
         if looked:
             self._timed(self._look, step)
             self._due = self._next(step)
+            if step + 1 < self._due:
+                self._used.clear()
         elif self._drawn is not None or self._new_order:
             self._fresh()
 

@@ -281,6 +281,7 @@ _WALKED = 2  # steps after the newest model or optimizer in which all objects ar
 _SAMPLED = 3  # the step after the newest model or optimizer that is profiled; DDP rebuilds static graphs in it
 _SETTLED = 3  # steps after which the owners no longer change, and are counted rarely
 _RARELY = 100
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
@@ -296,8 +297,10 @@ def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a distributed tensor, without communication; any other tensor is returned unchanged."""
+    if type(tensor) in _PLAIN or not hasattr(tensor, "to_local"):
+        return tensor
     with torch.no_grad():
-        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return tensor.to_local()
 
 
 class Census:
@@ -361,8 +364,9 @@ class MemoryWatch:
     @property
     def is_due(self) -> bool:
         """Whether the next step must be profiled: by then the optimizer has its state, and DDP its final buckets."""
-        first = _SAMPLED + any(model.static_graph for model in self._replicas())
-        return self._age + 1 >= first and not self._is_sampled
+        if self._is_sampled:
+            return False
+        return self._age + 1 >= _SAMPLED + any(model.static_graph for model in self._replicas())
 
     def add_model(self, model: torch.nn.Module, device: torch.device) -> None:
         """Adds a trained model; memory on its device is counted."""

@@ -454,7 +454,7 @@ def packed(inputs: Any, output: Any) -> int:
     results = shapes_in(output)
     if not given or not results:
         return 0
-    rows, samples = len(given[0]), results[0][0]
+    rows, samples = given[0].shape[0], results[0][0]
     if samples >= rows or rows in results[0]:
         return 0
     names = (rows, samples, samples + 1)

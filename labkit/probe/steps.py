@@ -109,13 +109,12 @@ class Step:
             seconds[name] += self.clock.seconds(start, end)
         losses = [self.clock.value(loss.copy) for loss in self.losses]
         self.clock.release(self.marks[:-1])  # its end is the start of the next step
-        total = sum(seconds.values())
         return {
             "t": self.t,
             "step": self.number,
             "loss": watch.value(self.losses, losses),
             "samples": self.samples,
-            "seconds": {"step": round(total, 7)} | {name: round(value, 7) for name, value in seconds.items()},
+            "seconds": {"step": sum(seconds.values())} | seconds,
             "memory": self.memory,
         }
 
