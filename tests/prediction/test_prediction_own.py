@@ -500,10 +500,13 @@ def test_stages_that_know_their_shapes_are_predicted(written):
 def test_a_later_step_that_sends_something_else_is_named(written):
     period = "import torch.distributed as dist\ndist.init_process_group()\n" + TRAINING
     period += "for number in range(8):\n    step()\n"
-    period += "    if number == 4:\n        [dist.all_reduce(one.data) for one in model.parameters()]\n"
+    period += "    if number == 4:\n        dist.all_reduce(torch.empty(1 << 20))\n"
+    usual = predict(written(period.replace("== 4", "== 8"), nproc=2))
     plan = predict(written(period, nproc=2))
-    assert plan.reason == "its steps differ: step 6 has collectives of 80 B, the one predicted of 0 B"
+    assert not usual.reason
+    assert plan.reason == "its steps differ: step 6 has collectives of 4.0 MiB, the one predicted of 0 B"
     assert plan.ranks[0].comm_bytes_per_step == 0
+    assert plan.ranks[0].peak_memory_bytes >= usual.ranks[0].peak_memory_bytes + (3 << 20)
 
 
 def test_a_script_for_gpus_is_traced_without_one(written):

@@ -478,7 +478,7 @@ class TapeClock(CpuClock):
 class Steps:
     """Takes the place of the probe's sampler: keeps the record of each complete step up to `STEPS`, or the first one
     after it, and ends the script some time after that. `done` is the number of the newest complete step, `note` tells
-    which later step sends other bytes, in words."""
+    which later step sends other bytes, in words. Memory is that of the step that takes more."""
 
     profiles_memory = True
 
@@ -487,6 +487,8 @@ class Steps:
         self._tape, self._watch, self._on_gpu = tape, watch, on_gpu
         self._before: dict[int, tuple[str, int]] | None = {}
         self._newest: tuple[Any, ...] = ()
+        self._other: tuple[Any, ...] = ()  # the later step that sends other bytes
+        self._changes = 0  # of the tape's history, up to the newest step
         self.note = ""
         self._later = 0
         self._began = self._last = time.process_time()  # of the step, and the last one for later steps
@@ -496,14 +498,14 @@ class Steps:
         """A step has ended; the next one begins."""
         owned, owners, left = self._owned()
         tape = self._tape
+        record = tape.allocations, tape.kernels, tape.calls, tape.flops, tape.work
         if self.done >= STEPS:
-            self._compare(step)
+            self._compare(step, (record, phases, self._before, owned, owners))
         elif self._before is not None:
-            record = tape.allocations, tape.kernels, tape.calls, tape.flops, tape.work
             self._newest = record, phases, self._before, owned, owners
-            self.done = step
+            self.done, self._changes = step, len(tape.changes)
             if self.done >= STEPS:
-                tape.keeps_kernels = tape.keeps_history = False
+                tape.keeps_kernels = False
                 self._last = time.process_time() + _MORE
                 if time.process_time() - self._began > _MORE:
                     raise Ended
@@ -511,7 +513,7 @@ class Steps:
         self._tape.restart()
         return True
 
-    def _compare(self, step: int) -> None:
+    def _compare(self, step: int, record: tuple[Any, ...]) -> None:
         """Step `step`, after those that may be reported, has ended."""
         self._later += 1
         (_, _, calls, *_), *_ = self._newest
@@ -519,6 +521,7 @@ class Steps:
         if self._before is not None and abs(now - reported) > _ALIKE * max(now, reported):
             payload = f"collectives of {size(now)}, the one predicted of {size(reported)}"
             self.note = f"its steps differ: step {step} has {payload}"
+            self._other, self._changes = record, len(self._tape.changes)
         if self.note or self._later == _LATER or time.process_time() > self._last:
             raise Ended
 
@@ -530,8 +533,16 @@ class Steps:
 
     def newest(self) -> dict[str, Any]:
         """The trace of the newest step."""
+        del self._tape.changes[self._changes :]
+        typical = self._reported(self._newest)
+        other = self._reported(self._other) if self._other else typical
+        if other["step"]["peak"] > typical["step"]["peak"]:
+            typical |= {name: other[name] for name in ("step", "phase_at_peak", "owners")}
+        return typical
+
+    def _reported(self, step: tuple[Any, ...]) -> dict[str, Any]:
         tape = self._tape
-        (tape.allocations, tape.kernels, tape.calls, tape.flops, tape.work), *rest = self._newest
+        (tape.allocations, tape.kernels, tape.calls, tape.flops, tape.work), *rest = step
         return reported(tape, *rest)
 
     def _owned(self) -> tuple[dict[int, tuple[str, int]], dict[str, int], dict[int, tuple[str, int]]]:

@@ -344,7 +344,7 @@ class Tape(DISPATCH_MODE.get()):
 
     A script that reads an integer without data gets `number`; `first_read` is where it was first, if it was.
 
-    `history`, in the form of `allocator.peaks`, has everything since the first `restart` while `keeps_history` is set,
+    `changes`, in the form of `allocator.peaks`, has everything since the first `restart`; `history` the same
     except `elsewhere`, the addresses of tensors in host memory. On a GPU, the two threads that compute products, the
     script's and that of backward, each keep a workspace of cuBLAS from their first product on; numbers that optimizers
     count with are on the host.
@@ -355,7 +355,6 @@ class Tape(DISPATCH_MODE.get()):
         self.time = 0
         self.work = Work(on_gpu)
         self.keeps_kernels = self.computes_numbers = False
-        self.keeps_history = True
         self.number = 1
         self.first_read: traceback.StackSummary | None = None
         self.allocations: list[Allocation] = []
@@ -363,7 +362,7 @@ class Tape(DISPATCH_MODE.get()):
         self.flops = Flops()
         self.kernels: list[tuple[int, Kernel]] = []  # by time
         self.elsewhere: set[int] = set()
-        self._history: list[Change] = []
+        self.changes: list[Change] = []
         self._has_begun = False
         self._workspaces: set[int] = set()
         self.scopes: list[str] = []  # names of open `record_function` contexts
@@ -428,18 +427,18 @@ class Tape(DISPATCH_MODE.get()):
         self.work = Work(self.work.on_gpu)
         if not self._has_begun:
             self._has_begun = True
-            self._history += [(address, self._sizes[address], 0) for address in sorted(self._sizes)]
+            self.changes += [(address, self._sizes[address], 0) for address in sorted(self._sizes)]
 
     @property
     def history(self) -> list[Change]:
         """What was allocated and freed, in order."""
-        return [change for change in self._history if change[0] not in self.elsewhere]
+        return [change for change in self.changes if change[0] not in self.elsewhere]
 
     def _takes_workspace(self) -> None:
         thread = -1 if GRAPH_TASK.get()() == _NO_TASK else -2
         if thread not in self._workspaces:
             self._workspaces.add(thread)
-            self._history.append((thread, WORKSPACE, 0))
+            self.changes.append((thread, WORKSPACE, 0))
 
     def needs(self, time: int, size: int, inside: tuple[str, ...] = ()) -> None:
         """The operation at a time on the tape allocates and releases `size` more bytes."""
@@ -502,8 +501,8 @@ class Tape(DISPATCH_MODE.get()):
         inside = (*([name] if name else []), *reversed(self.scopes))
         changes = [change for change in (-before, size) if change]
         self.allocations += [Allocation(self.time, address, change, inside) for change in changes]
-        if self._has_begun and self.keeps_history:
-            self._history += [(address, change, self.work.stream) for change in changes]
+        if self._has_begun:
+            self.changes += [(address, change, self.work.stream) for change in changes]
 
 
 @cache
