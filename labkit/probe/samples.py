@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -67,7 +68,7 @@ class Observations:
         between: Callable[[], bool],
         models: Callable[[], list[torch.nn.Module]],
     ):
-        self._journal, self._guard = journal, Guard(journal, "observations")
+        self._journal, self._guard, self._patches = journal, Guard(journal, "observations"), patches
         self._step, self._between, self._models = step, between, models
         self._left = {
             "loader": _ITERATIONS,
@@ -78,9 +79,10 @@ class Observations:
             "input": 0,
             "not_finite": 1,
             "evaluation": _EVALUATIONS,
+            "gathered_once": 1,
             "divided": _DIVIDED,
         }
-        self._parts: dict[int, tuple[Any, int, Any]] = {}  # by batch sampler: the data set, its size, its sampler
+        self._parts: dict[int, tuple[Any, int, str]] = {}  # by batch sampler: the data set, its size, what divides it
         self._trained: ByIdentity[set[int]] = ByIdentity()  # by data set: the indices that are trained on
         self._divided: ByIdentity[bool] = ByIdentity()
         self._models_left, self._input_step = _MODELS, 0
@@ -209,7 +211,10 @@ class Observations:
         )
         if loader.batch_sampler is None or samples is None:
             return
-        self._parts = {id(loader.batch_sampler): (loader.dataset, samples, sampler)}
+        of_torch = type(loader.batch_sampler) is torch.utils.data.BatchSampler
+        divides = type(sampler if of_torch else loader.batch_sampler).__name__
+        self._parts = {id(loader.batch_sampler): (loader.dataset, samples, divides)}
+        self._follow_others(loader.batch_sampler)
         if not self._evaluates() and type(loader.dataset) is torch.utils.data.Subset and samples <= _INDICES:
             self._trained.put(loader.dataset.dataset, set(map(int, loader.dataset.indices)))
         ranks = getattr(sampler, "num_replicas", 1)
@@ -219,6 +224,22 @@ class Observations:
             if digest:
                 kind = type(loader.dataset).__name__
                 self._record("divided", name=kind, ranks=int(ranks), samples=samples, digest=digest, content=content)
+
+    def _follow_others(self, batch_sampler: Any) -> None:
+        """A batch sampler of another class than torch's divides the batches itself, such as that of accelerate, whose
+        `gather_for_metrics` leaves out the samples that it repeats."""
+        if isinstance(batch_sampler, torch.utils.data.Sampler):
+            self._patches.wrap_method("data loaders", type(batch_sampler), "__iter__", self._drawing)
+        accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
+        if accelerator is not None:
+            self._patches.wrap_method("data loaders", accelerator, "gather_for_metrics", self._gathering)
+
+    def _gathering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def gather(*args: Any, **kwargs: Any) -> Any:
+            self._guard(self._record, "gathered_once")
+            return original(*args, **kwargs)
+
+        return gather
 
     def _evaluates(self) -> bool:
         models = self._models()
@@ -234,23 +255,22 @@ class Observations:
 
         return iterate
 
-    def _drawn(self, batches: Iterator[list[int]], data: Any, samples: int, sampler: Any) -> Iterator[list[int]]:
+    def _drawn(self, batches: Iterator[Any], data: Any, samples: int, sampler: str) -> Iterator[Any]:
         """The batches of an evaluation; records their indices when they have all been drawn."""
         drawn: list[int] = []
         for batch in batches:
-            drawn += batch
+            drawn += batch if isinstance(batch, (list, tuple)) else [batch]
             yield batch
         self._guard(self._evaluated, drawn, data, samples, sampler)
 
-    def _evaluated(self, drawn: list[Any], data: Any, samples: int, sampler: Any) -> None:
-        drawn_in_all, trained = len(drawn), set()
+    def _evaluated(self, drawn: list[Any], data: Any, samples: int, sampler: str) -> None:
+        known = len(drawn) <= _INDICES and all(hasattr(index, "__index__") for index in drawn)
+        indices, trained = [int(index) for index in drawn] if known else [], set()
         if type(data) is torch.utils.data.Subset:
             trained = self._trained.get(data.dataset) or set()
-            drawn = [data.indices[index] for index in drawn]
-        drawn = [int(index) for index in drawn] if drawn_in_all <= _INDICES else []
-        shared = sum(index in trained for index in drawn)
-        kind = type(sampler).__name__
-        self._record("evaluation", samples=samples, count=drawn_in_all, sampler=kind, indices=drawn, trained=shared)
+            indices = [int(data.indices[index]) for index in indices]
+        shared = sum(index in trained for index in indices)
+        self._record("evaluation", samples=samples, count=len(drawn), sampler=sampler, indices=indices, trained=shared)
 
     def _items(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def item(tensor: torch.Tensor) -> Any:

@@ -709,6 +709,10 @@ class Evaluation(Observed, tag_field="what", tag="evaluation"):
     trained: Count = 0
 
 
+class GatheredOnce(Observed, tag_field="what", tag="gathered_once"):
+    """The script gathers the results of an evaluation without those of repeated samples."""
+
+
 class DividedData(Observed, tag_field="what", tag="divided"):
     """A data set that a DistributedSampler divides among `ranks`: its class, digests of its parts in order and in any
     order."""
@@ -760,6 +764,7 @@ Seen: TypeAlias = (
     | Restored
     | Input
     | Evaluation
+    | GatheredOnce
     | DividedData
     | StartedProcess
     | Thread

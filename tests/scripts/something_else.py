@@ -20,7 +20,16 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, random_split
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    random_split,
+)
 
 STEPS = 14
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -1442,6 +1451,45 @@ def evaluated_with_padding():
 def evaluated_in_parts():
     model, data = trained_model(), TensorDataset(torch.randn(9, 6))
     evaluate(model, DataLoader(data, 2, sampler=list(range(9))[4 * RANK : 4 * RANK + 5]))
+
+
+class Repeating(BatchSampler):
+    """The batches of one rank, as many as on the others: some are repeated."""
+
+    def __iter__(self):
+        batches = list(super().__iter__())
+        yield from (batches[number % len(batches)] for number in range(RANK, len(batches) + 1, 2))
+
+
+@case
+def evaluated_in_repeated_batches():
+    model, data = trained_model(), TensorDataset(torch.randn(10, 6))
+    evaluate(model, DataLoader(data, batch_sampler=Repeating(SequentialSampler(data), 2, False)))
+
+
+def evaluated_by_accelerate(gather):
+    from accelerate import Accelerator
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": str(RANK)}  # not used: a group exists
+    group()
+    accelerator = Accelerator(cpu=True)
+    model, data = DistributedDataParallel(net()), TensorDataset(torch.randn(9, 6))
+    train(model)
+    model.eval()
+    with torch.no_grad():
+        for (x,) in accelerator.prepare(DataLoader(data, 2)):
+            gather(accelerator)(model(x))
+    model.train()
+
+
+@case
+def evaluated_with_repeated_batches_of_accelerate():
+    evaluated_by_accelerate(lambda accelerator: accelerator.gather)
+
+
+@case
+def healthy_evaluation_by_accelerate():
+    evaluated_by_accelerate(lambda accelerator: accelerator.gather_for_metrics)
 
 
 @case

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.finding import Finding
 from labkit.common.units import counted, ranks_in_words
-from labkit.record.events import Batch, DividedData, Epoch, Evaluation, Input, Loader
+from labkit.record.events import Batch, DividedData, Epoch, Evaluation, GatheredOnce, Input, Loader
 from labkit.record.ranks import PEER_GONE
 from labkit.record.state import per_revision
 
@@ -32,6 +32,7 @@ _FP32 = 4  # bytes per parameter
 _MORE = 64  # bytes that are all-reduced beside gradients: a loss, a few counts
 _SHOWN = 4
 _DEFAULT = "0"  # the id of the default group
+_REPEATING = ("DistributedSampler", "BatchSamplerShard")
 _SHARING = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
 
 
@@ -374,7 +375,8 @@ def _own_buffers(ddp: TrackedModel | None) -> tuple[str, str, str]:
         + ", so each rank computes its own, such as the running mean of BatchNorm",
         "use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs, or leave out broadcast_buffers=False"
         if ddp
-        else "average model.buffers() as well, at least before an evaluation and before they are saved",
+        else "average model.buffers() as well, at least before an evaluation and before they are saved; where each "
+        "rank is meant to keep its own, as in FedBN, nothing needs to change",
     )
 
 
@@ -922,6 +924,8 @@ def evaluated_twice(state: RunState) -> Iterator[Finding]:
     """Samples that count more than once in an evaluation, or that are also trained on."""
     if any(unlike_data(state)):
         return  # of which this is a consequence
+    if any(rank.seen(GatheredOnce) for rank in state.ranks.values()):
+        return
     seen = [rank.seen(Evaluation) for rank in state.ranks.values()]
     for number, evaluations in enumerate(zip(*seen) if seen else ()):
         if len(evaluations) < state.world_size or any(
@@ -947,13 +951,14 @@ def evaluated_twice(state: RunState) -> Iterator[Finding]:
                 f"{min(often)}; "
                 + ", ".join(f"{evaluation.count} on rank {evaluation.rank}" for evaluation in counted_once),
                 cause=(
-                    "a DistributedSampler repeats samples until all ranks have equally many"
-                    if "DistributedSampler" in evaluations[0].sampler
+                    f"a {evaluations[0].sampler} repeats samples until all ranks have equally many"
+                    if evaluations[0].sampler in _REPEATING
                     else "the parts of the ranks overlap"
                 ),
                 fix=(
                     "count each sample once: evaluate Subset(data, range(rank, len(data), ranks)) without a "
-                    "DistributedSampler, or leave out the repeated ones when the results are gathered"
+                    "DistributedSampler, or leave out the repeated ones when the results are gathered (in accelerate "
+                    "by gather_for_metrics instead of gather)"
                 ),
                 ranks=ranks,
             )
