@@ -14,10 +14,9 @@ writes one file without a branch on the strategy and without labkit: an `if` on 
 generation, and a short function that is called once is written in place of its call. The options common to all
 strategies (precision, accumulation, clipping, activation checkpointing, compilation, the input pipeline, checkpoints)
 are therefore written once, in `training/strategies/base.py` and the modules that it imports. `training/faults/` is
-the third table, of faults to inject. The module of a fault has the function that it adds, which overrides strategy
-and base; what a fault omits is an `if FAULT …` in the base, decided during generation.
+the third table, of faults to inject. `training/faults/code.py` has the functions that they add, which override
+strategy and base; what a fault omits is an `if FAULT …` in the base, decided during generation.
 `training/strategies/README.md` has the contract between base and strategy. `training/strategies/checkpoints.py` saves
-and resumes a whole model, `training/strategies/sharded.py` the shards of every rank, and
-`training/strategies/resharding.py` reads either from the other. `plan/checkpoints.py` finds and verifies the
-checkpoint that a Spec resumes from, before the launch and without torch.
+and resumes a whole model, `training/strategies/sharded.py` the shards of every rank; each reads what the other saves.
+`plan/checkpoints.py` finds and verifies the checkpoint that a Spec resumes from, before the launch and without torch.
 """
