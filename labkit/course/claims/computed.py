@@ -344,9 +344,8 @@ def _limits() -> str:
     groups = matched(every, lambda run: run.training.devices, "data", "shards", "micro_batches", on_gpus=False)
     speeds = _speeds(groups)
     drops = [ratio for many in (512, 1024) for few in (128, 256) for ratio in ratios(speeds, many, few)]
-    left_out = f"Without runs on more than {MOST_GPUS} GPUs" + f", which are × {median(drops):.2f} as fast" * bool(
-        drops
-    )
+    as_fast = f", which are × {median(drops):.2f} as fast" if drops else ""
+    left_out = f"Without runs on more than {MOST_GPUS} GPUs{as_fast}"
     spreads = [max(repeats) / min(repeats) for repeats in _repeated() if len(repeats) > 1]
     if not spreads:
         return f"{left_out}."

@@ -53,7 +53,7 @@ class Bucketed:
         number = self.bucket_of[parameter]
         self.missing[number] -= self.syncs
         if self.syncs and self.missing[number] == 0:
-            flat = torch.cat([each.grad.flatten() for each in self.buckets[number]])
+            flat = torch.cat([parameter.grad.flatten() for parameter in self.buckets[number]])
             self.sent.append((number, flat, dist.all_reduce(flat, async_op=True)))
 
     def finish(self):
