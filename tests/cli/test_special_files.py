@@ -103,6 +103,7 @@ def test_a_special_file_is_refused_by_every_command(here, runs, kind):
     assert set(after) - set(before) <= {"runs"}, "something was left"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_next_to_a_special_file_are_listed(here, runs, kind, monkeypatch):
     """In the folder of the runs, in a run folder, and as the folder of the runs itself."""

@@ -102,6 +102,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return [place for key in keys for place in ((value, key), *places(value[key]))]
 
 
+@pytest.mark.thorough
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(sorted(RECORDED_KINDS, key=str)), st.data())
 def test_an_event_with_any_value_is_refused_or_follows_the_schema(name, data):

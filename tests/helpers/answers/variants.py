@@ -129,8 +129,8 @@ BY_PARITY = (  # blocking sends and receives
     "    else:\n        dist.send(block, (rank + 1) % ranks)\n        dist.recv(arrived, (rank - 1) % ranks)\n",
 )
 DIVIDED_FIRST = (
-    ("flat = torch.cat([each.grad.flatten() for each in self.buckets[number]])",
-     "flat = torch.cat([each.grad.flatten() for each in self.buckets[number]]) / dist.get_world_size()"),
+    ("flat = torch.cat([parameter.grad.flatten() for parameter in self.buckets[number]])",
+     "flat = torch.cat([parameter.grad.flatten() for parameter in self.buckets[number]]) / dist.get_world_size()"),
     ("(flat / dist.get_world_size()).split", "flat.split"),
 )  # fmt: skip
 HOOK_DIVIDES = ("self.works.append(", "parameter.grad /= dist.get_world_size(); self.works.append(")
