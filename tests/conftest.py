@@ -68,8 +68,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --all, slow tests are left out, unless they were named; with --quick, thorough ones, those whose fixtures
-    start processes, and most cases of those with many. The longest come first, so that all workers end at about the same time;
-    those in a browser together, so that one worker starts a JupyterLab and a Chromium."""
+    start processes, and most cases of those with many. The longest come first, so that all workers end at about the
+    same time; those in a browser together, so that one worker starts a JupyterLab and a Chromium."""
     items.sort(key=lambda item: (item.path.name != "test_labs.py", not item.get_closest_marker("browser")))
     everything = list(items)
     are_named = any("::" in argument for argument in config.args)

@@ -15,7 +15,7 @@ from labkit.plan.spec import Spec
 from labkit.record.documents import SpecFields
 from labkit.record.events import Timeline
 from labkit.record.state import RunState
-from labkit.training.strategies.pipelines import V_SHAPED, holder
+from labkit.training.strategies.rules import V_SHAPED, holder
 
 SIZES = [(2, 2), (2, 4), (2, 8), (3, 6), (4, 4), (4, 8), (4, 16), (8, 8)]
 CASES = [(one, ranks, parts) for one in SCHEDULES for ranks, parts in SIZES if parts >= least(one, ranks)]

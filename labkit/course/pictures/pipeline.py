@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from labkit.course.pictures.canvas import checked
-from labkit.training.strategies.pipelines import ONE_PER_STAGE, V_SHAPED, holder
+from labkit.training.strategies.rules import ONE_PER_STAGE, V_SHAPED, holder
 
 if TYPE_CHECKING:
     from labkit.plan.spec import Spec
