@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.pipelining import schedules as of_torch
 
 from labkit.course.pictures import pipeline
-from labkit.course.pictures.pipeline import SCHEDULES, Plan, Slot, least, needs, order, planned, simulate
+from labkit.course.pictures.pipeline import SCHEDULES, PipelineStep, Slot, least, needs, order, planned, simulate
 from labkit.plan.spec import Spec
 from labkit.record.documents import SpecFields
 from labkit.record.events import Timeline
@@ -247,5 +247,5 @@ def test_a_run_without_a_pipeline_or_a_profiled_step_is_rejected():
 
 
 def test_a_plan_of_one_slot_has_its_span():
-    plan = Plan("one", (Slot(0, "F", 0, 0, 2.0, 3.0),), "forwards", modelled=True)
+    plan = PipelineStep("one", (Slot(0, "F", 0, 0, 2.0, 3.0),), "forwards", modelled=True)
     assert plan.span == (2.0, 3.0) and plan.bubble == 0
