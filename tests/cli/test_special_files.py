@@ -18,6 +18,8 @@ from foreign import command
 from labkit.common.reading import open_regular, read_regular
 from labkit.setup import limits
 
+pytestmark = pytest.mark.thorough
+
 KINDS = ("fifo", "socket", "folder", "loop", "zero", "null", "sparse", "dangling", "empty", "binary")
 _SECONDS = 60  # a limit for a command that must return at once, on a busy machine
 
@@ -103,7 +105,6 @@ def test_a_special_file_is_refused_by_every_command(here, runs, kind):
     assert set(after) - set(before) <= {"runs"}, "something was left"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_next_to_a_special_file_are_listed(here, runs, kind, monkeypatch):
     """In the folder of the runs, in a run folder, and as the folder of the runs itself."""
