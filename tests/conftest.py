@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -46,9 +47,10 @@ NOTEBOOK_7 = (  # errors of its own while it opens: settings of the toolbar are 
 PICTURES = SCREENSHOTS
 # for a test whose cold round shows nothing that the cold round of another one does not show
 COLD_IS_SLOW = pytest.mark.parametrize("start", ["warm", pytest.param("cold", marks=pytest.mark.slow)], indirect=True)
-# with --quick
+# what --quick leaves out
+LONG = ("browser", "thorough")  # markers
 LAUNCHES = {"bystander", "chromium", "forks", "jupyterlab", "server", "shared_run", "start"}  # fixtures
-CASES = 4  # of a test with many parameters, evenly spread
+CASES = 3  # of a test with many parameters, evenly spread
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,9 +67,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, slow tests are left out, unless they were named; with --quick, those whose fixtures start
-    processes and most cases of those with many. The longest come first, so that all workers end at about the same time;
-    those in a browser together, so that one worker starts a JupyterLab and a Chromium."""
+    """Without --all, slow tests are left out, unless they were named; with --quick, thorough ones, those whose fixtures
+    start processes, and most cases of those with many. The longest come first, so that all workers end at about the
+    same time; those in a browser together, so that one worker starts a JupyterLab and a Chromium."""
     items.sort(key=lambda item: (item.path.name != "test_labs.py", not item.get_closest_marker("browser")))
     everything = list(items)
     are_named = any("::" in argument for argument in config.args)
@@ -75,7 +77,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
     if config.getoption("--quick"):
         items[:] = [
-            item for item in items if not item.get_closest_marker("browser") and not LAUNCHES & set(item.fixturenames)
+            item
+            for item in items
+            if not any(map(item.get_closest_marker, LONG)) and not LAUNCHES & set(item.fixturenames)
         ]
         if not are_named:
             items[:] = a_few_cases(items)
@@ -112,6 +116,12 @@ def launch_nothing() -> None:
     raise Launched("it starts a process")
 
 
+def start_no_server(environment: dict[str, str]) -> None:
+    """Instead of a warm server: threads that would start one go on, a test that would wait for it is skipped."""
+    if threading.current_thread() is threading.main_thread():
+        launch_nothing()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     RUNNING.append(item)
@@ -140,7 +150,7 @@ def warm_server(pytestconfig):
         patch.setenv("XDG_RUNTIME_DIR", place)
         patch.setenv("LABKIT_LEASES", f"{place}/leases")  # other users of this machine do not delay the tests
         if pytestconfig.getoption("--quick"):
-            patch.setattr(client, "_start_server", lambda environment: None)
+            patch.setattr(client, "_start_server", start_no_server)
             patch.setattr(multiprocessing.util, "spawnv_passfds", lambda *_: launch_nothing())  # no event is raised
         else:
             client.prepare()
@@ -312,8 +322,6 @@ def started_warm(what: object, root: Path | None = None, **fields: Any) -> Run:
 
 def server_for_this_process() -> dict:
     """Waits for a warm server that answers, and starts one if there is none."""
-    if RUNNING and RUNNING[-1].config.getoption("--quick"):
-        raise Launched("it needs the warm server")
     if isinstance(client.about(), client.Cold):
         client.prepare()
     return server_is_ready()
@@ -321,6 +329,8 @@ def server_for_this_process() -> dict:
 
 def server_is_ready(other_than: int = 0) -> dict:
     """Waits for a warm server that answers, and is another process than this; gives what it says about itself."""
+    if RUNNING and RUNNING[-1].config.getoption("--quick"):
+        raise Launched("it needs the warm server")
 
     def answer() -> dict | None:
         found = client.about()

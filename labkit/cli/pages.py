@@ -37,9 +37,9 @@ from labkit.setup.progress import Progress
 
 
 _ASKED = (
-    *("params", "config", "workload", "devices", "machine", "memory", "batch", "sequence", "precision", "attention"),
-    *("layout", "check"),
-)
+    "params", "config", "workload", "devices", "machine", "memory", "batch", "sequence", "precision", "attention",
+    "layout", "check",
+)  # fmt: skip
 _WIDER = WIDE + 20  # columns: the table of scaling has one for each number of devices
 
 

@@ -491,6 +491,10 @@ def _add_fields(command: argparse.ArgumentParser) -> None:
 
 
 _DEVELOPMENT = ("lab", "test", "deepspeed")
+_ON_TEXT = (
+    "advise", "atlas", "capture", "clean", "diff", "explain", "export", "gather", "glossary", "logs", "progress",
+    "replay", "runs", "schema", "script", "show", "stop", "unpack",
+)  # fmt: skip
 _EXTRAS = {
     "setup": ("lab",),
     "lab": ("lab",),
@@ -499,34 +503,10 @@ _EXTRAS = {
     "test": _DEVELOPMENT,
     "bench": _DEVELOPMENT,
     "class": ("handout",),
-} | dict.fromkeys(
-    (
-        *(
-            "advise",
-            "atlas",
-            "capture",
-            "clean",
-            "diff",
-            "explain",
-            "export",
-            "gather",
-            "glossary",
-            "logs",
-            "progress",
-            "replay",
-        ),
-        *("runs", "schema", "script", "show", "stop", "unpack"),
-    ),
-    (TEXT_ONLY,),
-)
-_AFTER_DASHES = (
-    "run",
-    "predict",
-    "pack",
-    "submit",
-    "lab",
-    "test",
-)  # arguments after `--` go to the script, JupyterLab or pytest
+    **dict.fromkeys(_ON_TEXT, (TEXT_ONLY,)),
+}
+# arguments after `--` go to the script, JupyterLab or pytest
+_AFTER_DASHES = ("run", "predict", "pack", "submit", "lab", "test")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

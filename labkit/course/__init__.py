@@ -16,6 +16,6 @@ and compares the results.
 `course/build/criteria.py` judges these records, `course/build/grade.py` a folder of submissions,
 `course/build/solutions/` has the reference solutions, and most wrong answers of the tests are mutations of them.
 `course/claims/` is the table of common claims: a claim is a sentence, a function that judges it, and the jobs it needs,
-which `course/claims/measured.py` runs in alternation; `course/claims/in_torch/` has the experiments with torch, which
+which `course/claims/measured.py` runs in alternation; `course/claims/in_torch.py` has the experiments with torch, which
 run in a separate process. `course/classroom/` reads what the learners of a class have left, for the teacher.
 `course/glossary.json` is the table of the glossary, and `course/glossary.py` finds its terms by name and in a text."""

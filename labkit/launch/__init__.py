@@ -66,7 +66,7 @@ start takes two messages, which ensures that a stopped server starts nothing aft
 Forking is safe because the server has one thread (otherwise it terminates itself) and never uses CUDA. Nor does the
 forked agent: torchrun's launch configuration asks for GPUs, which would initialise CUDA before the ranks are forked,
 and is answered that there are none. The server measures about 310 MB; the data come from the cache
-(`training/workloads/cache.py`), without loading scikit-learn.
+(`training/workloads/digits.py`), without loading scikit-learn.
 
 Which process ends with which. On Linux the kernel kills torchrun's agent when the supervisor dies, and the ranks when
 the agent dies (`probe/lifetime.py`). Each parent passes its pid and start time to its children, and a child that

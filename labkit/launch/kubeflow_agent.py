@@ -124,7 +124,9 @@ def seen(trainer: Any, job: TrainJob) -> Seen:
     running = [step for step in known.steps if step.status in ("Running", "Succeeded")]
     status = raw.get("status") or {}
     if known.status in ENDED:
-        conditions = [found for found in status.get("conditions") or [] if found.get("type") == known.status]
+        conditions = [
+            condition for condition in status.get("conditions") or [] if condition.get("type") == known.status
+        ]
         reason = (conditions[-1].get("message") or conditions[-1].get("reason") or "") if conditions else ""
     else:
         reason = _progress(status.get("trainerStatus") or {}) or f"{len(running)} of {job.nodes} pods run"

@@ -27,9 +27,9 @@ _LIMIT = 30.0  # seconds in which a command of Slurm answers, also if the contro
 _PAUSES = (0.0, 0.3, 1.0, 2.0, 4.0)  # seconds before each attempt to cancel a job
 _FIELDS = {"state": "JobState", "reason": "Reason", "nodes": "NodeList", "code": "ExitCode", "limit": "TimeLimit"}
 ENDED = (
-    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"),
-    *("OUT_OF_MEMORY", "REVOKED", "UNKNOWN"),
-)
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
+    "OUT_OF_MEMORY", "REVOKED", "UNKNOWN",
+)  # fmt: skip
 
 
 def asked(command: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

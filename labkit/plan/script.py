@@ -106,12 +106,16 @@ class Source:
 
 
 @cache
-def read_module(module: str) -> Source:
-    """A module, located by its name and parsed, but not imported."""
+def read_module(module: str, fault: str | None = None) -> Source:
+    """A module, located by its name and parsed, but not imported. Of blocks such as `if FAULT == "slow_rank":` it has
+    those of `fault`."""
     found_at = importlib.util.find_spec(module)
     if found_at is None or found_at.origin is None:
         raise ModuleNotFoundError(f"no module {module}")
     text = Path(found_at.origin).read_text(encoding="utf-8")
+    for node in reversed(ast.parse(text).body):
+        if isinstance(node, ast.If) and _is_constant(node.test, {"FAULT": fault}):
+            text = _with_branch(text.splitlines(), node, _is_true(node.test, {"FAULT": fault}))
     definitions: dict[str, Definition] = {}
     imports: dict[str, Import] = {}
     for node in ast.parse(text).body:
@@ -154,10 +158,7 @@ def resolved(definition: Definition, values: Mapping[str, Any]) -> Definition:
         if conditional is None:
             text = _with_arguments_in_calls(text)
             return definition if text == definition.text else replace(definition, text=text, uses=_names(text))
-        taken = eval(
-            compile(ast.Expression(conditional.test), definition.home, "eval"), {"__builtins__": {}}, dict(values)
-        )
-        text = _with_branch(text.splitlines(), conditional, bool(taken))
+        text = _with_branch(text.splitlines(), conditional, _is_true(conditional.test, values))
 
 
 @lru_cache(maxsize=4096)  # scripts have most of their definitions in common
@@ -178,6 +179,10 @@ def _is_constant(test: ast.expr, values: Mapping[str, Any]) -> bool:
         and all(name in values for name in names)
         and not any(isinstance(node, ast.Call) for node in ast.walk(test))
     )
+
+
+def _is_true(test: ast.expr, values: Mapping[str, Any]) -> bool:
+    return bool(eval(compile(ast.Expression(test), "settings", "eval"), {"__builtins__": {}}, dict(values)))
 
 
 def _with_branch(lines: list[str], conditional: ast.If, taken: bool) -> str:
@@ -448,6 +453,7 @@ def _by_kind(imported: Import) -> tuple[int, str]:
 
 
 BASE = "labkit.training.strategies.base"
+_FAULTS = "labkit.training.faults.code"
 _INJECTIONS = {"INJECT_DATA": "fault_data", "INJECT_MODEL": "fault_model", "INJECT_STEP": "fault_step"}
 _DTYPES = {"bf16": Code("torch.bfloat16"), "fp16": Code("torch.float16")}  # the types of mixed precision
 _PRINTED, _PRINT_EVERY = 5, 20  # a script prints at least so many losses, and one at least every so many steps
@@ -467,8 +473,8 @@ def write_script(spec: Spec, in_place: bool = True) -> str:
         )
     if spec.nproc is None:
         raise SpecError("nproc", "the script depends on the number of ranks, which is not set; add --nproc")
-    modules = (*_fault_module(spec), spec.strategy_row.module, spec.workload_row.module, spec.data_row.module, BASE)
-    assembly = Assembly([read_module(module) for module in modules], settings(spec))
+    modules = (spec.strategy_row.module, spec.workload_row.module, spec.data_row.module, BASE)
+    assembly = Assembly([read_module(_FAULTS, spec.fault), *map(read_module, modules)], settings(spec))
     assembly.follow("main", read_module(BASE))
     if in_place:
         assembly.write_short_in_place()
@@ -539,7 +545,7 @@ def settings(spec: Spec) -> dict[str, Any]:
         "MANIFEST": checkpoints.identity(spec),
         "FAULT": spec.fault,
         "FAULT_RANK": spec.processes - 1,
-        **{setting: name in _fault_definitions(spec) for setting, name in _INJECTIONS.items()},
+        **{setting: read_module(_FAULTS, spec.fault).has(name) for setting, name in _INJECTIONS.items()},
         "REPORTS": read_module(spec.workload_row.module).has("report"),
         "STAGE_DATA": read_module(spec.strategy_row.module).has("stage_data"),
         "DISTRIBUTED": spec.strategy_row.process_group,
@@ -557,15 +563,6 @@ def settings(spec: Spec) -> dict[str, Any]:
         values["DATA_DIR"] = spec.data_dir
     values |= {name.upper(): value for name, value in spec.options.items()}
     return values | spec.workload_row.constants(spec.options) | spec.strategy_row.constants(spec)
-
-
-def _fault_module(spec: Spec) -> tuple[str, ...]:
-    module = FAULTS[spec.fault].module if spec.fault else None
-    return () if module is None else (module,)
-
-
-def _fault_definitions(spec: Spec) -> set[str]:
-    return {name for module in _fault_module(spec) for name in read_module(module).definitions}
 
 
 def _notes(spec: Spec) -> dict[str, str]:

@@ -372,8 +372,7 @@ class Workload:
 class Fault:
     """One fault. `shows` describes the symptom; `finding` is the name of the finding that reports it.
 
-    `limit` gives one sentence with the fix if the fault cannot be injected into a Spec, otherwise None. `adds` says
-    whether the fault adds code to the script; otherwise it only omits some.
+    `limit` gives one sentence with the fix if the fault cannot be injected into a Spec, otherwise None.
     """
 
     name: str
@@ -381,9 +380,3 @@ class Fault:
     shows: str
     finding: str
     limit: Callable[[Spec], str | None]
-    adds: bool = True
-
-    @property
-    def module(self) -> str | None:
-        """The module with the code that the fault adds to the script; None if it only omits code."""
-        return f"labkit.training.faults.{self.name}" if self.adds else None

@@ -192,6 +192,7 @@ def test_everything_at_once_is_read():
     assert "not_judged" not in found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("junk", [..., None, "", "x", -1, 1e308, [], {}, [[]], {"x": {}}, True], ids=repr)
 def test_no_event_makes_the_diagnosis_raise(junk):
     events = everything()

@@ -284,6 +284,7 @@ def test_a_damaged_dump_among_others_is_left_out(tmp_path):
         page(path)
 
 
+@pytest.mark.thorough
 def test_128_ranks_take_less_than_10_seconds(tmp_path):
     entries = job(128, calls=500)
     entries[77] = entries[77][:-1]

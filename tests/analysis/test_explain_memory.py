@@ -567,6 +567,7 @@ def every_field(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from every_field(value[key])
 
 
+@pytest.mark.thorough
 def test_values_of_wrong_types_never_crash(tmp_path):
     deep: list[Any] = []
     deep.append(deep)

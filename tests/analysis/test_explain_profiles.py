@@ -187,6 +187,7 @@ def test_sampled_events_are_reported(tmp_path):
 # ---- the reader
 
 
+@pytest.mark.thorough
 def test_events_are_the_same_in_chunks_of_any_size(tmp_path, monkeypatch):
     """Strings contain brackets, quotes and backslashes, and arguments are nested."""
     nasty = ['}{][,"', 'a "quoted" \\', "\\\\", '{"ph": "X"}, {', "]}", "é\u2028"]

@@ -200,6 +200,7 @@ def test_zip_of_a_run_keeps_where_it_comes_from(tmp_path):
     assert any(path.endswith("/imported.json") for path in recording(kept(job(tmp_path / "job"))))
 
 
+@pytest.mark.thorough
 def test_damaged_files_and_folders_crash_nothing(tmp_path):
     """Mutated traces are kept or refused with one sentence; a mutated origin makes the folder unreadable or is read."""
     source = json.dumps(trace(steps_of(500)))

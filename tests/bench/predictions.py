@@ -21,7 +21,7 @@ from labkit.prediction.timing import timed
 from labkit.record.documents import PredictedTime
 from labkit.runs.calibration import calibrate, plan
 from labkit.runs.handle import run, with_ranks
-from labkit.training.strategies.pipelines import V_SHAPED
+from labkit.training.strategies.rules import V_SHAPED
 
 _STEPS = 40
 _ROUNDS = 3  # in each of which every case runs once

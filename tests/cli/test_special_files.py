@@ -18,6 +18,8 @@ from foreign import command
 from labkit.common.reading import open_regular, read_regular
 from labkit.setup import limits
 
+pytestmark = pytest.mark.thorough
+
 KINDS = ("fifo", "socket", "folder", "loop", "zero", "null", "sparse", "dangling", "empty", "binary")
 _SECONDS = 60  # a limit for a command that must return at once, on a busy machine
 

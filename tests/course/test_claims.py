@@ -9,8 +9,7 @@ import pytest
 
 import labkit.course.claims.computed
 from labkit.course.claims import CLAIMS
-from labkit.course.claims.measured import JOBS, Trials, ask
-from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
+from labkit.course.claims.measured import FAILS, HOLDS, JOBS, OPEN, PARTLY, Ruling, Trials, ask
 from labkit.setup.machine import Gpu, Machine
 
 MIB = 1 << 20

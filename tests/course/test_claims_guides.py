@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 
 from labkit.course.claims import CLAIMS
-from labkit.course.claims.measured import BEHAVIOUR, Trials, ask
-from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
+from labkit.course.claims.measured import BEHAVIOUR, FAILS, HOLDS, OPEN, PARTLY, Ruling, Trials, ask
 from labkit.setup.machine import Machine
 
 

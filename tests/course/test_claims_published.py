@@ -7,10 +7,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-import labkit.course.claims.published as judged
+import labkit.course.claims.computed as judged
 from labkit.course.claims import CLAIMS
-from labkit.course.claims.measured import Trials
-from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
+from labkit.course.claims.measured import FAILS, HOLDS, OPEN, PARTLY, Ruling, Trials
 from labkit.prediction.scale.atlas import common, failed, select, speed
 from labkit.prediction.scale.layouts import SHARDINGS
 from labkit.prediction.scale.published import Published

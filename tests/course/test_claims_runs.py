@@ -17,8 +17,7 @@ import labkit.course.claims.measured
 from labkit.cli import parser as cli
 from labkit.cli.commands import act
 from labkit.course.claims import CLAIMS, on_trial
-from labkit.course.claims.measured import JOBS, Trials
-from labkit.course.claims.verdict import FAILS, OPEN, PARTLY, Claim, Ruling, Verdict, Verdicts
+from labkit.course.claims.measured import FAILS, JOBS, OPEN, PARTLY, Claim, Ruling, Trials, Verdict, Verdicts
 from labkit.plan.spec import SpecError
 from labkit.setup.machine import Gpu, Machine
 

@@ -188,6 +188,7 @@ def test_a_message_is_no_formula(tmp_path):
     assert (tmp_path / "a.csv").read_text(encoding="utf-8").splitlines()[1].startswith("'=1+1,")
 
 
+@pytest.mark.thorough
 def test_nothing_is_left_of_an_answer_that_starts_processes(tmp_path):
     text = (
         f"import os, time\nif os.fork() == 0:\n    os.chdir('/')\n    time.sleep(600)\ntime.sleep(600)  # {tmp_path}\n"

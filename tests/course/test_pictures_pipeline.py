@@ -10,12 +10,12 @@ import pytest
 from torch.distributed.pipelining import schedules as of_torch
 
 from labkit.course.pictures import pipeline
-from labkit.course.pictures.pipeline import SCHEDULES, Plan, Slot, least, needs, order, planned, simulate
+from labkit.course.pictures.pipeline import SCHEDULES, PipelineStep, Slot, least, needs, order, planned, simulate
 from labkit.plan.spec import Spec
 from labkit.record.documents import SpecFields
 from labkit.record.events import Timeline
 from labkit.record.state import RunState
-from labkit.training.strategies.pipelines import V_SHAPED, holder
+from labkit.training.strategies.rules import V_SHAPED, holder
 
 SIZES = [(2, 2), (2, 4), (2, 8), (3, 6), (4, 4), (4, 8), (4, 16), (8, 8)]
 CASES = [(one, ranks, parts) for one in SCHEDULES for ranks, parts in SIZES if parts >= least(one, ranks)]
@@ -247,5 +247,5 @@ def test_a_run_without_a_pipeline_or_a_profiled_step_is_rejected():
 
 
 def test_a_plan_of_one_slot_has_its_span():
-    plan = Plan("one", (Slot(0, "F", 0, 0, 2.0, 3.0),), "forwards", modelled=True)
+    plan = PipelineStep("one", (Slot(0, "F", 0, 0, 2.0, 3.0),), "forwards", modelled=True)
     assert plan.span == (2.0, 3.0) and plan.bubble == 0

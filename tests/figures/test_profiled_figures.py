@@ -122,6 +122,7 @@ def test_micro_batches_are_numbered():
     assert [one.split(",")[0] for one in words] == ["rank 0: forward 1 of 2", "rank 0: forward 2 of 2"]
 
 
+@pytest.mark.thorough
 def test_eight_ranks_of_many_stretches_make_a_bounded_picture():
     spread = [number / 600 * 0.04 for number in range(600)]
     comm = [

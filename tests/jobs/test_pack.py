@@ -39,6 +39,7 @@ def checked(text: str, schema: str) -> dict:
     return document
 
 
+@pytest.mark.thorough
 def test_a_packed_job_runs_on_two_nodes_with_bare_torchrun(tmp_path, monkeypatch):
     """Both commands at once in the same empty folder, with nothing of labkit in reach of the script."""
     path = jobs.pack(job_of("ddp", nodes=2, nproc=2), jobs.Profile(), tmp_path / "job.zip")

@@ -12,8 +12,8 @@ from conftest import warm_run
 
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
-from labkit.training.workloads import cache, digits
-from labkit.training.workloads.cache import cached
+from labkit.training.workloads import digits
+from labkit.training.workloads.digits import cached
 
 made = []
 
@@ -28,7 +28,7 @@ def make(count: int) -> tuple[torch.Tensor, ...]:
 def folder(tmp_path, monkeypatch) -> Path:
     """The user's cache folder of this test."""
     made.clear()
-    monkeypatch.setattr(cache, "CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(digits, "CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "labkit"
 
 
@@ -52,7 +52,7 @@ def test_what_was_made_is_read_again_and_may_be_changed(folder, capfd):
 def test_other_arguments_and_another_source_have_files_of_their_own(folder, monkeypatch):
     cached(make, 1000)
     assert is_made(cached(make, 10), 10)
-    monkeypatch.setattr(cache.inspect, "getsource", lambda function: "another")
+    monkeypatch.setattr(digits.inspect, "getsource", lambda function: "another")
     cached(make, 10)
     assert made == [1000, 10, 10] and len(list(folder.iterdir())) == 3
 

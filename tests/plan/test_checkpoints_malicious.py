@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from labkit.plan import checkpoints
 from labkit.training.strategies import checkpoints as whole
-from labkit.training.strategies import resharding, sharded
+from labkit.training.strategies import sharded
 
 # ---- damaged and malicious checkpoints
 
@@ -219,7 +219,7 @@ def test_no_shard_can_run_code_regardless_of_the_index(group, tmp_path, monkeypa
     path, mark = tmp_path / "checkpoints" / "step00000007", tmp_path / "code ran"
     torch.save(Evil(mark), path / "__0_0.distcp")
     manifest = json.loads((path / "manifest.json").read_text())
-    with torch.serialization.safe_globals(resharding.INDEX):
+    with torch.serialization.safe_globals(whole.INDEX):
         index = torch.load(path / "index.pt", weights_only=True)
     for where in index.storage_data.values():
         where.offset, where.length = 0, (path / "__0_0.distcp").stat().st_size
@@ -244,7 +244,7 @@ def test_an_index_cannot_refer_to_files_outside_its_folder(group, tmp_path, monk
     sharded.save(*model_of(1), 7)
     path = tmp_path / "checkpoints" / "step00000007"
     shutil.copy(path / "__0_0.distcp", tmp_path / "outside")
-    with torch.serialization.safe_globals(resharding.INDEX):
+    with torch.serialization.safe_globals(whole.INDEX):
         index = torch.load(path / "index.pt", weights_only=True)
     for where in index.storage_data.values():
         where.relative_path = "../../outside"

@@ -8,7 +8,7 @@ from torch.optim import lr_scheduler
 
 from labkit import Spec, SpecError
 from labkit.plan.script import write_script
-from labkit.training.strategies import learning_rate
+from labkit.training.strategies import base
 
 STEPS = 20
 
@@ -37,8 +37,8 @@ def of_torch(warmup: int, decay: str) -> list[float]:
 @pytest.mark.parametrize("decay", ["none", "linear", "cosine"])
 def test_the_learning_rates_are_those_of_torchs_schedulers(warmup, decay, monkeypatch):
     for name, value in (("WARMUP_STEPS", warmup), ("LR_DECAY", decay)):
-        monkeypatch.setattr(learning_rate, name, value)
-    rates = [learning_rate.lr_factor(step, STEPS) for step in range(1, STEPS + 1)]
+        monkeypatch.setattr(base, name, value)
+    rates = [base.lr_factor(step, STEPS) for step in range(1, STEPS + 1)]
     assert rates == pytest.approx(of_torch(warmup, decay))
     assert max(rates) == 1.0
     assert min(rates) > 0, "no step changes nothing"

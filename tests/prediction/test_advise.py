@@ -43,6 +43,7 @@ def test_every_layout_uses_all_devices_and_respects_the_limits():
         assert asked.model.heads % one.tensor == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("devices", "batch"), [(4096, 4096), (4096, 512), (64, 256), (24, 96)])
 def test_what_fits_is_ranked_and_what_does_not_fit_says_what_is_missing(devices, batch):
     asked = training("70B", devices=devices, batch=batch)
@@ -78,6 +79,7 @@ def test_recomputation_and_smaller_micro_batches_are_chosen_when_memory_is_scarc
     assert few.seconds > 1.3 * many.seconds
 
 
+@pytest.mark.thorough
 def test_the_common_rule_is_compared_with_the_estimates():
     agrees = verdict(advice(training("7B", devices=8)))
     assert agrees and agrees.chosen and agrees.passed == ("DDP",) and agrees.agrees

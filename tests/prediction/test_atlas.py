@@ -76,6 +76,7 @@ def test_every_row_is_read_or_refused_with_a_reason():
         assert all(int(row[name]) == degree for name, degree in zip(("tp", "pp", "dp"), degrees) if row[name])
 
 
+@pytest.mark.thorough
 def test_the_same_file_can_be_checked_against_the_model(capsys):
     assert called("advise", "--check", str(RUNS)) == 0
     assert PLAYBOOK in capsys.readouterr().out

@@ -185,6 +185,7 @@ def test_agreement_is_perfect_for_runs_as_modelled_and_reversed_for_the_opposite
     assert found.order == pytest.approx(-1) and found.regret == (0.2, 0.2)
 
 
+@pytest.mark.thorough
 def test_the_shipped_runs_agree_with_their_estimates():
     """What labkit/MEASUREMENTS.md reports of the runs that constants were fitted to, with some room."""
     checked = check(RUNS)
@@ -407,6 +408,7 @@ def test_a_bad_machine_is_refused_in_a_sentence(tmp_path, written, said):
         machine_of(tmp_path / "none.json")
 
 
+@pytest.mark.thorough
 def test_every_machine_advises(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))

@@ -21,6 +21,8 @@ from labkit.record.files import NotPlain, names_below, open_below, read_below
 from labkit.record.folder import RunFolder
 from labkit.runs.handle import Run
 
+pytestmark = pytest.mark.thorough
+
 SECRET = "SECRET-7c1f"
 LOG = next((RECORDED / FINISHED / "logs").glob("none_*")).name
 FILES = (

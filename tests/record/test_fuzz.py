@@ -15,6 +15,7 @@ from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("run", "seed"), [(FINISHED, 0), (THREADS, 1), (HANG, 2), (KILLED, 3)])
 def test_no_mutation_of_a_run_makes_anything_raise(runs, run, seed):
     folder = copy_of(runs, run)
@@ -43,6 +44,7 @@ def with_step_files(runs) -> RunFolder:
     return run.folder
 
 
+@pytest.mark.thorough
 def test_no_mutation_of_step_files_makes_anything_raise(with_step_files):
     assert with_step_files.events_of(0).with_suffix(".steps").exists()
     report = fuzz.fuzz(with_step_files, 80, seed=9)

@@ -18,6 +18,8 @@ from hostile import diverged_run, documents, events, full_run
 from labkit.record.documents import Unreadable
 from labkit.record.folder import RunFolder
 
+pytestmark = pytest.mark.thorough
+
 MISSING = object()
 VALUES = {
     **{"missing": MISSING, "null": None, "nan": math.nan, "infinity": math.inf, "-1": -1, "0": 0, "1": 1, "7": 7},

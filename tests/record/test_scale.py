@@ -22,6 +22,8 @@ from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
 from labkit.record.writer import header, steps_path
 
+pytestmark = pytest.mark.thorough
+
 LONG = 1 << 15  # steps, of which the oldest are no longer in memory
 
 

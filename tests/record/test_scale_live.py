@@ -28,6 +28,8 @@ from labkit.record.steps import Block
 from labkit.record.writer import COLUMNS, Writer, header, steps_path
 from labkit.runs.handle import Run
 
+pytestmark = pytest.mark.thorough
+
 # ---- live
 
 

@@ -102,6 +102,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return [place for key in keys for place in ((value, key), *places(value[key]))]
 
 
+@pytest.mark.thorough
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(sorted(RECORDED_KINDS, key=str)), st.data())
 def test_an_event_with_any_value_is_refused_or_follows_the_schema(name, data):
@@ -141,6 +142,7 @@ def test_all_kinds_are_known_by_their_name():
     assert all(kind.__struct_config__.tag == name for name, kind in {**KINDS, **OBSERVATIONS}.items())
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from([(SpecFields, "spec.json"), (Status, "status.json"), (Summary, "summary.json")]), st.data())
 def test_a_document_with_any_value_is_decoded_or_refused_in_one_clause(kind_and_name, data):

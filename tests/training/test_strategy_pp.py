@@ -21,7 +21,7 @@ from labkit.plan.script import write_script
 from labkit.plan.spec import Spec, SpecError
 from labkit.setup.machine import Machine
 from labkit.training.strategies import SCHEDULE, STRATEGIES, pp
-from labkit.training.strategies.pipelines import cut, holder
+from labkit.training.strategies.rules import cut, holder
 from labkit.training.workloads import WORKLOADS, gpt
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from labkit.plan.spec import Spec
 from labkit.training.rows import Module, Transformer
-from labkit.training.strategies.pipelines import holder
+from labkit.training.strategies.rules import holder
 
 # ---- building blocks of the formulas: the quantities of a Spec, and collectives on a ring
 

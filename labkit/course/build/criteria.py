@@ -544,11 +544,12 @@ def axes(event: Event, rank: int, mesh: Mapping[str, int]) -> list[str]:
     which varies fastest."""
     everyone = range(math.prod(mesh.values()))
     members = (rank, event.peer) if event.op in ("send", "recv") and event.peer is not None else event.among or everyone
-    differing, each = [], 1
+    differing, stride = [], 1  # the stride of an axis: how far apart neighbours along it are in the numbers of ranks
     for axis, count in reversed(mesh.items()):
-        if len({member // each % count for member in members}) > 1:
+        coordinates = {member // stride % count for member in members}
+        if len(coordinates) > 1:
             differing.append(axis)
-        each *= count
+        stride *= count
     return differing[::-1]
 
 

@@ -9,9 +9,8 @@ import difflib
 from typing import TYPE_CHECKING
 
 from labkit.common.arguments import ROUNDS, check_flag, check_type, shown
-from labkit.course.claims import computed, guides, measured, published
-from labkit.course.claims.measured import Trials
-from labkit.course.claims.verdict import Claim, Verdict, Verdicts
+from labkit.course.claims import computed, guides, measured
+from labkit.course.claims.measured import Claim, Trials, Verdict, Verdicts
 from labkit.runs.notebook import in_notebook
 from labkit.setup.machine import Machine
 from labkit.setup.progress import Progress
@@ -101,24 +100,24 @@ CLAIMS: dict[str, Claim] = {
             measured.fsdp_scaling,
             ("single", "fsdp2", "fsdp2 on 4", "fsdp2 on 8"),
         ),
-        Claim("fsdp-16", "From 16 GPUs on, FSDP is faster than DDP", "published", published.fsdp_from_16),
+        Claim("fsdp-16", "From 16 GPUs on, FSDP is faster than DDP", "published", computed.fsdp_from_16),
         Claim(
             "tp-node",
             "Tensor parallelism should stay within a node",
             "published",
-            published.tensor_in_node,
+            computed.tensor_in_node,
         ),
         Claim(
             "micro-batch",
             "Prefer the largest micro-batch that fits",
             "published",
-            published.largest_micro_batch,
+            computed.largest_micro_batch,
         ),
         Claim(
             "pipeline-4x",
             "A pipeline needs four times as many micro-batches as stages",
             "published",
-            published.four_per_stage,
+            computed.four_per_stage,
         ),
         Claim("fsdp-8", "From 8 GPUs on, prefer FSDP to DDP", "modelled", computed.fsdp_from_8),
         Claim(

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from labkit.course.claims.measured import Trials
-from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
+from labkit.course.claims.measured import FAILS, HOLDS, OPEN, PARTLY, Ruling, Trials
 from labkit.plan.spec import Spec
 
 

@@ -443,7 +443,8 @@ class Score:
         if self.error is None:
             return f"{said}, not measured"
         far = f"{self.error:.0%}".replace("%", " %") if math.isfinite(self.error) else "without limit"
-        return f"{said}, median error {far}" + (f" ({len(self.errors)} measured)" * (len(self.errors) < self.made))
+        measured = f" ({len(self.errors)} measured)" if len(self.errors) < self.made else ""
+        return f"{said}, median error {far}{measured}"
 
     def to_json(self) -> dict[str, Any]:
         """A dict of plain values; an error without limit (nothing was expected to be measured) is None."""

@@ -183,10 +183,10 @@ def _fsdp(answer: Any) -> str:
 
 
 EXERCISES = {
-    "naive": Exercise("All-reduce after backward", _naive, solution("ddp", "average_gradients"), runs="code"),
-    "hooks": Exercise("All-reduce during backward", _hooks, solution("ddp", "Overlapped"), runs="code"),
-    "buckets": Exercise("Buckets and no_sync", _buckets, solution("ddp", "Bucketed"), runs="code"),
-    "zero1": Exercise("ZeRO-1", _zero1, solution("zero", "ZeRO1"), runs="code"),
-    "zero2": Exercise("ZeRO-2", _zero2, solution("zero", "ZeRO2"), runs="code"),
-    "fsdp": Exercise("One unit of FSDP", _fsdp, solution("fsdp", "Unit", "GatherAndCompute"), runs="code"),
+    "naive": Exercise("All-reduce after backward", _naive, solution("data_parallel", "average_gradients"), runs="code"),
+    "hooks": Exercise("All-reduce during backward", _hooks, solution("data_parallel", "Overlapped"), runs="code"),
+    "buckets": Exercise("Buckets and no_sync", _buckets, solution("data_parallel", "Bucketed"), runs="code"),
+    "zero1": Exercise("ZeRO-1", _zero1, solution("data_parallel", "ZeRO1"), runs="code"),
+    "zero2": Exercise("ZeRO-2", _zero2, solution("data_parallel", "ZeRO2"), runs="code"),
+    "fsdp": Exercise("One unit of FSDP", _fsdp, solution("data_parallel", "Unit", "GatherAndCompute"), runs="code"),
 }

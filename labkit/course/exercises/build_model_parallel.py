@@ -162,26 +162,37 @@ def _pairs(records: Sequence[Record], phases: Sequence[str], least: Bytes, most:
 
 EXERCISES = {
     "column_row": Exercise(
-        "An MLP by columns and rows", _column_row, solution("tensor", "summed", "F", "G", "ParallelMLP"), runs="code"
+        "An MLP by columns and rows",
+        _column_row,
+        solution("model_parallel", "summed", "F", "G", "ParallelMLP"),
+        runs="code",
     ),
     "sequence": Exercise(
         "Sequence parallelism",
         _sequence,
-        solution("tensor", "gathered", "scattered", "Gather", "Scatter", "SequenceParallelMLP"),
+        solution("model_parallel", "gathered", "scattered", "Gather", "Scatter", "SequenceParallelMLP"),
         runs="code",
     ),
     "cross_entropy": Exercise(
-        "A parallel cross-entropy", _cross_entropy, solution("tensor", "CrossEntropy", "cross_entropy"), runs="code"
+        "A parallel cross-entropy",
+        _cross_entropy,
+        solution("model_parallel", "CrossEntropy", "cross_entropy"),
+        runs="code",
     ),
-    "two_stages": Exercise("1F1B with two stages", _two_stages, solution("pipeline", "one_f_one_b"), runs="code"),
-    "four_stages": Exercise("1F1B with four stages", _four_stages, solution("pipeline", "one_f_one_b"), runs="code"),
+    "two_stages": Exercise("1F1B with two stages", _two_stages, solution("model_parallel", "one_f_one_b"), runs="code"),
+    "four_stages": Exercise(
+        "1F1B with four stages", _four_stages, solution("model_parallel", "one_f_one_b"), runs="code"
+    ),
     "ring_attention": Exercise(
         "Ring attention",
         _ring_attention,
-        solution("ring", "passed_on", "pairs", "scores_of", "RingAttention", "ring_attention"),
+        solution("model_parallel", "passed_on", "pairs", "scores_of", "RingAttention", "ring_attention"),
         runs="code",
     ),
     "balanced": Exercise(
-        "Ring attention with balanced ranks", _balanced, solution("ring", "balanced_ring_attention"), runs="code"
+        "Ring attention with balanced ranks",
+        _balanced,
+        solution("model_parallel", "balanced_ring_attention"),
+        runs="code",
     ),
 }

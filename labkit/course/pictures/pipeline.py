@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from labkit.course.pictures.canvas import checked
-from labkit.training.strategies.pipelines import ONE_PER_STAGE, V_SHAPED, holder
+from labkit.training.strategies.rules import ONE_PER_STAGE, V_SHAPED, holder
 
 if TYPE_CHECKING:
     from labkit.plan.spec import Spec
@@ -93,7 +93,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelineStep:
     """A pipeline step. Times are in `unit`: mean forwards of a rank ("forwards") if it is `modelled`, otherwise
     milliseconds."""
 
@@ -210,7 +210,9 @@ def order(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[tupl
 
 
 @checked
-def simulate(schedule: str, ranks: int, micro_batches: int, costs: Sequence[float] = (), backward: float = 2.0) -> Plan:
+def simulate(
+    schedule: str, ranks: int, micro_batches: int, costs: Sequence[float] = (), backward: float = 2.0
+) -> PipelineStep:
     """Simulates a step. A backward takes `backward` times as long as a forward; communication takes no time.
 
     `costs` are the relative forward times of the stages (default: equal). Raises `ValueError` for an impossible
@@ -239,7 +241,7 @@ def simulate(schedule: str, ranks: int, micro_batches: int, costs: Sequence[floa
                 free[rank] = ended[kind[0], stage, number] = start + relative[kind] * times[stage]
                 slots.append(Slot(rank, kind, stage, number, start, free[rank]))
     title = f"{schedule}, {ranks} ranks, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
-    return Plan(title, tuple(slots), "forwards", modelled=True)
+    return PipelineStep(title, tuple(slots), "forwards", modelled=True)
 
 
 def needs(kind: str, stage: int, number: int, stages: int) -> list[tuple[str, int, int]]:
@@ -253,7 +255,7 @@ def needs(kind: str, stage: int, number: int, stages: int) -> list[tuple[str, in
 
 
 @checked
-def planned(spec: Spec) -> Plan:
+def planned(spec: Spec) -> PipelineStep:
     """The simulation of a Spec with strategy pp, with stage costs from the floating-point operations of its model."""
     begins, blocks = spec.strategy_row.constants(spec)["STAGES"], spec.workload_row.costs(spec.options)
     costs = [sum(blocks[first:last]) for first, last in pairwise(begins)]
@@ -315,7 +317,7 @@ _PATTERNS = dict(zip(SCHEDULES, ("", "/", "x", ".", "-", "\\", "+")))
 
 
 @checked
-def gantt(plan: Plan) -> go.Figure:
+def gantt(plan: PipelineStep) -> go.Figure:
     """A Gantt chart with one lane per rank and one bar per pass of a micro-batch, labelled with the number of the
     micro-batch."""
     halved = any(slot.kind == "W" for slot in plan.slots)
@@ -423,7 +425,7 @@ def activations(ranks: int, micro_batches: int, schedules: Sequence[str] = tuple
 
 
 @checked
-def measured(run: Run) -> Plan:
+def measured(run: Run) -> PipelineStep:
     """The measured timeline of a step of a pp run, in milliseconds: the fastest profiled step, because it has the least
     noise.
 
@@ -450,7 +452,7 @@ def measured(run: Run) -> Plan:
             f"{schedule}, {len(found)} ranks, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, step"
             f" {step}"
         )
-        plans.append(Plan(words, slots, "ms", modelled=False))
+        plans.append(PipelineStep(words, slots, "ms", modelled=False))
     return min(plans, key=lambda plan: plan.span[1] - plan.span[0])
 
 
@@ -479,12 +481,12 @@ def _seen(rank: int, timeline: Timeline, shift: float, rule: list[tuple[str, int
             yield Slot(rank, kind, stage, number, 1000 * (start + shift), 1000 * (end + shift))
 
 
-def _second(slot: Slot, plan: Plan) -> bool:
+def _second(slot: Slot, plan: PipelineStep) -> bool:
     """Whether the slot belongs to a rank's second stage."""
     return slot.stage is not None and slot.stage >= len(plan.ranks)
 
 
-def _words(slot: Slot, plan: Plan, name: str) -> str:
+def _words(slot: Slot, plan: PipelineStep, name: str) -> str:
     what = name if slot.number is None else f"{name} of micro-batch {slot.number} in stage {slot.stage}"
     unit = "" if plan.modelled else " ms"
     return f"rank {slot.rank}: {what}<br>{slot.end - slot.start:.3g}{unit}"

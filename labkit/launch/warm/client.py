@@ -140,37 +140,10 @@ def from_file(file: int) -> Any:
 
 # Environment variables that the interpreter, torch or one of its libraries reads during start-up.
 _READ_EARLY = (
-    *(
-        "ATEN_",
-        "BLIS_",
-        "C10_",
-        "DNNL_",
-        "GLIBC_",
-        "GOMP_",
-        "GOTO_",
-        "KINETO_",
-        "KMP_",
-        "LANG",
-        "LC_",
-        "LD_",
-        "MALLOC_",
-        "MKL_",
-    ),
-    *(
-        "NPY_",
-        "NUMEXPR_",
-        "NUMPY_",
-        "OMP_",
-        "ONEDNN_",
-        "OPENBLAS_",
-        "PYTHON",
-        "PYTORCH_",
-        "TORCH_",
-        "TORCHDYNAMO_",
-        "TORCHINDUCTOR_",
-    ),
-    *("TRITON_", "VECLIB_", "XLA_"),
-)
+    "ATEN_", "BLIS_", "C10_", "DNNL_", "GLIBC_", "GOMP_", "GOTO_", "KINETO_", "KMP_", "LANG", "LC_", "LD_",
+    "MALLOC_", "MKL_", "NPY_", "NUMEXPR_", "NUMPY_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_",
+    "TORCHDYNAMO_", "TORCHINDUCTOR_", "TRITON_", "VECLIB_", "XLA_",
+)  # fmt: skip
 # Read when code is compiled, and set by torch itself in a process that has compiled.
 _READ_LATE = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # Set by scikit-learn in a process that has imported it, for an OpenMP runtime that is loaded later.

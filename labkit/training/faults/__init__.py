@@ -1,7 +1,7 @@
 """The table of faults for fault injection. Like the tables of strategies and workloads, it does not import torch.
 
-A fault is part of the generated script, and `labkit diff` shows it. What it adds is a function in the module of the
-same name in this package, which takes precedence over strategy and base; what it omits is an `if FAULT …` in the base.
+A fault is part of the generated script, and `labkit diff` shows it. What it adds is in its block of
+`code.py`, which takes precedence over strategy and base; what it omits is an `if FAULT …` in the base.
 """
 
 from __future__ import annotations
@@ -115,7 +115,6 @@ FAULTS: dict[str, Fault] = {
             "Every epoch has the same order of samples.",
             "no_set_epoch",
             _second_epoch,
-            adds=False,
         ),
         Fault(
             "shuffle_beside_sampler",
@@ -130,7 +129,6 @@ FAULTS: dict[str, Fault] = {
             "It waits in a collective of the evaluation that no other rank calls.",
             "evaluation_on_one_rank",
             _several_ranks,
-            adds=False,
         ),
         Fault(
             "everyone_saves",

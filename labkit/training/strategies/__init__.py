@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from labkit.setup.preflight import Needs
 from labkit.training.rows import MOST, Option, Strategy
-from labkit.training.strategies import pipelines, rules
+from labkit.training.strategies import rules
 
 # ---- options of several strategies, and reasons why several do not support a common option
 
@@ -43,7 +43,7 @@ SCHEDULE = Option(
     "schedule",
     "1F1B",
     "order of the forward and backward passes of the micro-batches",
-    choices=("GPipe", "1F1B", *pipelines.TWO_STAGES),
+    choices=("GPipe", "1F1B", *rules.TWO_STAGES),
 )
 # Zero-bubble schedules compute parameter gradients separately, which bypasses the hooks with which DDP and FSDP2
 # synchronize them.
@@ -246,11 +246,11 @@ STRATEGIES: dict[str, Strategy] = {
             traffic=("stages", "agreements"),
             states="whole",
             data_ranks=lambda spec: 1,
-            limit=rules.first_of(rules.added_losses, pipelines.limit, pipelines.micro_batch_limit),
+            limit=rules.first_of(rules.added_losses, rules.pipeline_limit, rules.micro_batch_limit),
             unmet=rules.without_evaluation,
             options=(SCHEDULE, MICRO_BATCHES),
             lacks={"accumulate": PIPELINED},
-            constants=pipelines.constants,
+            constants=rules.pipeline_constants,
         ),
         Strategy(
             name="fsdp2_tp",
@@ -284,12 +284,12 @@ STRATEGIES: dict[str, Strategy] = {
             traffic=("stages", "gradients_of_stages", "agreements"),
             states="whole",
             data_ranks=lambda spec: spec.nproc // spec.options["pp_size"],
-            limit=rules.first_of(rules.added_losses, rules.mesh_limit, pipelines.limit, pipelines.micro_batch_limit),
+            limit=rules.first_of(rules.added_losses, rules.mesh_limit, rules.pipeline_limit, rules.micro_batch_limit),
             unmet=rules.without_evaluation,
             default_nproc=4,
             options=(PP_SIZE, SCHEDULE_OF_WRAPPED, MICRO_BATCHES, BUCKET_MB),
             lacks={"accumulate": PIPELINED},
-            constants=pipelines.constants,
+            constants=rules.pipeline_constants,
         ),
         Strategy(
             name="pp_fsdp2_tp",
@@ -304,12 +304,12 @@ STRATEGIES: dict[str, Strategy] = {
             traffic=("stages", "layers", "rows", "norms", "norms_of_layers", "agreements"),
             states="rows",
             data_ranks=lambda spec: spec.nproc // (spec.options["pp_size"] * spec.options["tp_size"]),
-            limit=rules.first_of(rules.mesh_limit, pipelines.limit, pipelines.micro_batch_limit, rules.tensor_limit),
+            limit=rules.first_of(rules.mesh_limit, rules.pipeline_limit, rules.micro_batch_limit, rules.tensor_limit),
             unmet=rules.without_evaluation,
             default_nproc=8,
             options=(PP_SIZE, TP_SIZE, SCHEDULE_OF_WRAPPED, MICRO_BATCHES, SEQUENCE_PARALLEL),
             lacks={"accumulate": PIPELINED, "fp16": SCALED},
-            constants=pipelines.constants,
+            constants=rules.pipeline_constants,
         ),
         Strategy(
             name="diloco",

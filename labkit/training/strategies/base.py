@@ -8,7 +8,9 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
+from functools import partial
 from itertools import islice
+from math import cos, pi
 
 import torch
 import torch.distributed as dist
@@ -16,15 +18,23 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.monitor import Event, log_event
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
-from labkit.training.strategies.asking import asked_to_save
-from labkit.training.strategies.checkpoints import IS_LOGGING_RANK, LOSS_SCALING, RESUME, SCALER, resume, save
-from labkit.training.strategies.extending import fault_data, fault_model, fault_step, report
-from labkit.training.strategies.learning_rate import LR_DECAY, WARMUP_STEPS, lr_factor
-from labkit.training.strategies.randomness import DISTRIBUTED, JOIN, random_state, set_random_state
+from labkit.training.strategies.checkpoints import (
+    DISTRIBUTED,
+    IS_LOGGING_RANK,
+    JOIN,
+    LOSS_SCALING,
+    RESUME,
+    SCALER,
+    asked_to_save,
+    random_state,
+    resume,
+    save,
+    set_random_state,
+)
 from labkit.training.strategies.sharded import CHECKPOINT_ASYNC, finish_writing
-from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 from labkit.training.workloads.cnn import build_blocks
 from labkit.training.workloads.digits import load_data
 
@@ -33,6 +43,8 @@ EPOCHS = 1
 MAX_STEPS = None  # stop after this many steps; None: after the last epoch
 BATCH_PER_RANK = 128
 LEARNING_RATE = 1e-3
+WARMUP_STEPS = 0  # steps over which the learning rate rises
+LR_DECAY = "none"  # how it then falls
 FETCH = "samples"  # one at a time, then collated; or "batches", each by one index
 WORKERS = 0  # data loader worker processes; 0: load in this process
 PIN_MEMORY = True  # page-locked batches, which a GPU can copy asynchronously
@@ -44,6 +56,8 @@ DTYPE = torch.bfloat16  # 16-bit type of the matrix products
 ACCUMULATE = 1  # micro-batches per step
 CLIP_NORM = 0.0  # maximum norm of all gradients; 0: no clipping
 LOSS_PARALLEL = False  # keep the logits split over the ranks
+CHECKPOINT_ACTIVATIONS = False  # recompute activations in backward
+COMPILE = False  # compile each block with torch.compile
 PRINT_EVERY = 20  # steps between printed losses
 REPORTS = False  # the workload logs more than the loss
 SAVE_EVERY = 0  # steps between checkpoints; 0: write none
@@ -61,6 +75,11 @@ def data_shard() -> tuple[int, int]:
 
 def stage_data(dataset: TensorDataset) -> TensorDataset:
     """The tensors that this rank needs: all, except in a pipeline."""
+    return dataset
+
+
+def fault_data(dataset: TensorDataset) -> TensorDataset:
+    """Inject a fault into the training set: none by default."""
     return dataset
 
 
@@ -89,6 +108,20 @@ def load(train_data: TensorDataset) -> DataLoader:
             return DataLoader(train_data, batch_size=None, sampler=indices, **options)
         else:
             return DataLoader(train_data, BATCH_PER_RANK, sampler=sampler, **options)
+
+
+def fault_model(blocks: Iterable[nn.Module]) -> Iterable[nn.Module]:
+    """Inject a fault into the model: none by default."""
+    return blocks
+
+
+def transform(block: nn.Module) -> nn.Module:
+    """Apply activation checkpointing and torch.compile to a block."""
+    if CHECKPOINT_ACTIVATIONS:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if COMPILE:
+        block.compile()
+    return block
 
 
 def parallelize(blocks, device: torch.device) -> nn.Module:
@@ -207,6 +240,29 @@ def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]
     if DATA_RANKS > 1 and DISTRIBUTED:
         dist.all_reduce(sums)
     return (sums / dataset.tensors[1].numel()).tolist()
+
+
+def lr_factor(step: int, total: int) -> float:
+    """The learning rate of a step, of 1 to `total`, as a fraction of LEARNING_RATE."""
+    if WARMUP_STEPS:
+        if step <= WARMUP_STEPS:
+            return step / WARMUP_STEPS
+    if LR_DECAY == "none":
+        return 1.0
+    else:
+        left = (total + 1 - step) / (total - WARMUP_STEPS)
+        if LR_DECAY == "cosine":
+            return (1 - cos(pi * left)) / 2
+        else:
+            return left
+
+
+def fault_step(model: nn.Module, step: int) -> None:
+    """Inject a fault before a step: none by default."""
+
+
+def report(model: nn.Module) -> None:
+    """Log more about a step whose loss is printed: nothing by default."""
 
 
 def train(device: torch.device) -> None:

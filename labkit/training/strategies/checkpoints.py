@@ -11,11 +11,132 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.futures import Future
 from torch.monitor import Event, log_event
 
-from labkit.training.strategies.asking import SAVE_NOW
-from labkit.training.strategies.randomness import random_states, set_random_state
-from labkit.training.strategies.resharding import whole_from_shards
+DISTRIBUTED = False  # the ranks form a process group
+JOIN = False  # allow unequal numbers of batches per rank
+
+
+def random_state() -> torch.Tensor:
+    """The random state of this rank: that of the CPU, then that of its GPU."""
+    state = torch.get_rng_state()
+    if torch.cuda.is_available():
+        state = torch.cat([state, torch.cuda.get_rng_state()])
+    return state
+
+
+def set_random_state(state: torch.Tensor) -> None:
+    """The counterpart of `random_state`."""
+    size = len(torch.get_rng_state())
+    torch.set_rng_state(state[:size])
+    if torch.cuda.is_available() and len(state) > size:
+        torch.cuda.set_rng_state(state[size:])
+
+
+def random_states() -> list[torch.Tensor]:
+    """The random state of every rank; every rank must call this."""
+    own = random_state()
+    if DISTRIBUTED and not JOIN:  # with JOIN, other ranks may have no batches left
+        if torch.cuda.is_available():
+            own = own.cuda()  # NCCL sends from GPU memory
+        states = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(states, own)
+        return [state.cpu() for state in states]
+    else:
+        return [own]
+
+
+SAVE_NOW = Path(__file__).with_name("save")  # a file that requests a checkpoint
+
+
+def asked_to_save() -> bool:
+    """Whether the file SAVE_NOW exists, as rank 0 sees it; every rank must call this."""
+    if DISTRIBUTED and not JOIN:
+        asked = torch.tensor(int(SAVE_NOW.exists()))
+        if torch.cuda.is_available():
+            asked = asked.cuda()  # NCCL sends from GPU memory
+        dist.broadcast(asked, 0)
+        return bool(asked)
+    else:
+        return SAVE_NOW.exists()
+
+
+# The classes in the index of the shards; torch.load rejects every other class.
+INDEX = [
+    filesystem._StorageInfo,
+    metadata._MEM_FORMAT_ENCODING,
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+]
+OPTIMIZER = "optimizer.state."  # precedes the name of a parameter, and that of its state
+
+
+class ShardReader(dcp.FileSystemReader):
+    """Reads shards without unpickling code; torch's own reader unpickles `.metadata`."""
+
+    def read_metadata(self, **kwargs) -> metadata.Metadata:
+        with torch.serialization.safe_globals(INDEX):
+            index = torch.load(self.path / "index.pt", weights_only=True)
+        files = {path.name for path in self.path.iterdir()}
+        for shard in index.storage_data.values():
+            if shard.relative_path not in files:
+                raise ValueError(f"the index names {shard.relative_path}, which is not in {self.path}")
+        return index
+
+
+class WholeReader(dcp.FileSystemReader):
+    """Reads the shards of this rank from the checkpoint of a whole model."""
+
+    def read_metadata(self, **kwargs) -> metadata.Metadata:
+        settings = {"map_location": "cpu", "mmap": True}  # read only what is used
+        state = torch.load(self.path / "state.pt", **settings, weights_only=True)
+        self.tensors = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+        for number, values in state["optimizer"]["state"].items():
+            prefix = f"{OPTIMIZER}{state['names'][number]}."
+            self.tensors |= {prefix + key: value for key, value in values.items()}
+        index = {}
+        for name, tensor in self.tensors.items():
+            kind = metadata.TensorProperties.create_from_tensor(tensor)
+            whole = metadata.ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.size())
+            index[name] = metadata.TensorStorageMetadata(kind, tensor.size(), [whole])
+        return metadata.Metadata(index, storage_data={})
+
+    def read_data(self, plan, planner) -> Future:
+        for item in plan.items:
+            part = self.tensors[item.storage_index.fqn]
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+                part = part.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            planner.commit_tensor(item, target.copy_(part))
+        finished = Future()
+        finished.set_result(None)
+        return finished
+
+
+def whole_from_shards(path: Path, model, optimizer) -> dict:
+    """The state that a checkpoint in shards contains, as `save` writes it for a whole
+    model."""
+    reader, names = ShardReader(path), [name for name, _ in model.named_parameters()]
+    kinds = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(of.size, dtype=of.properties.dtype) for name, of in kinds.items()}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    group = {**optimizer.param_groups[0], "params": [*range(len(names))]}
+    state = {"model": {}, "optimizer": {"state": {n: {} for n in group["params"]}, "param_groups": [group]}}
+    for name, tensor in tensors.items():
+        if name.startswith(OPTIMIZER):
+            parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+            state["optimizer"]["state"][names.index(parameter)][key] = tensor
+        else:
+            state["model"][name.removeprefix("model.")] = tensor
+    return state | torch.load(path / "progress.pt", weights_only=True)
+
 
 LOSS_SCALING = False  # prevent underflow of fp16 gradients
 RESUME = None  # the checkpoint of another run to resume from

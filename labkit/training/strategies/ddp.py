@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
+from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
 BUCKET_MB = 0  # MiB per gradient bucket; 0: 1 for the first, 25 for the others
 STATIC_GRAPH = False  # every step runs the same graph, recorded in the first step

@@ -13,10 +13,13 @@ from torch.nn.functional import cross_entropy
 
 from labkit.training.strategies.base import (
     BATCH_PER_RANK,
+    CHECKPOINT_ACTIVATIONS,
     CLIP_NORM,
+    COMPILE,
     DTYPE,
     LEARNING_RATE,
     MIXED_PRECISION,
+    transform,
 )
 from labkit.training.strategies.checkpoints import (
     CHECKPOINTS,
@@ -27,7 +30,6 @@ from labkit.training.strategies.checkpoints import (
     publish,
     restore,
 )
-from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
 STAGE = 1  # ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters
 

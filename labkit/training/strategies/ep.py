@@ -15,13 +15,15 @@ from torch.utils.data import TensorDataset
 
 from labkit.training.strategies.base import (
     BATCH_PER_RANK,
+    CHECKPOINT_ACTIVATIONS,
     CLIP_NORM,
+    COMPILE,
     DTYPE,
     LEARNING_RATE,
     MIXED_PRECISION,
+    transform,
 )
 from labkit.training.strategies.sharded import resume, save
-from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 from labkit.training.workloads.moe import EXPERTS, mixtures
 
 __all__ = ["resume", "save"]

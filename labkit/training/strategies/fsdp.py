@@ -10,9 +10,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
-from labkit.training.strategies.base import CLIP_NORM
+from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, CLIP_NORM, COMPILE, transform
 from labkit.training.strategies.sharded import resume, save
-from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
 __all__ = ["SCALER", "clip_gradients", "parallelize", "resume", "save"]
 

@@ -12,11 +12,17 @@ from torch.distributed.tensor import parallel
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from labkit.training.strategies.base import DTYPE, MIXED_PRECISION, evaluation_batches
+from labkit.training.strategies.base import (
+    CHECKPOINT_ACTIVATIONS,
+    COMPILE,
+    DTYPE,
+    MIXED_PRECISION,
+    evaluation_batches,
+    transform,
+)
 from labkit.training.strategies.fsdp2 import RESHARD_AFTER_FORWARD
 from labkit.training.strategies.sharded import resume, save
 from labkit.training.strategies.tp import clip_gradients
-from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 from labkit.training.workloads.cnn import tensor_plans
 
 __all__ = ["clip_gradients", "data_shard", "evaluate", "parallelize", "resume", "save"]

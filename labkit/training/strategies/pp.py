@@ -24,15 +24,17 @@ from torch.utils.data import TensorDataset
 
 from labkit.training.strategies.base import (
     BATCH_PER_RANK,
+    CHECKPOINT_ACTIVATIONS,
     CLIP_NORM,
+    COMPILE,
     DTYPE,
     LOSS_SCALING,
     MIXED_PRECISION,
     RANKS,
     evaluation_batches,
+    transform,
 )
 from labkit.training.strategies.sharded import resume, save
-from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
 __all__ = [
     "IS_LOGGING_RANK",

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.training.strategies.base import DTYPE, MIXED_PRECISION
+from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, DTYPE, MIXED_PRECISION, transform
 from labkit.training.strategies.ddp import BUCKET_MB
 from labkit.training.strategies.fsdp2_tp import data_shard
 from labkit.training.strategies.pp import (
@@ -23,7 +23,6 @@ from labkit.training.strategies.pp import (
     train_step,
 )
 from labkit.training.strategies.sharded import resume, save
-from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
 __all__ = [
     "IS_LOGGING_RANK",

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import parallel
 
-from labkit.training.strategies.base import DTYPE, MIXED_PRECISION
+from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, DTYPE, MIXED_PRECISION, transform
 from labkit.training.strategies.fsdp2_tp import TP_SIZE, data_shard
 from labkit.training.strategies.pp import (
     IS_LOGGING_RANK,
@@ -23,7 +23,6 @@ from labkit.training.strategies.pp import (
 )
 from labkit.training.strategies.sharded import resume, save
 from labkit.training.strategies.tp import clip_gradients
-from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 from labkit.training.workloads.cnn import tensor_plans
 
 __all__ = [

@@ -20,13 +20,14 @@ from labkit.training.strategies.checkpoints import (
     CHECKPOINTS,
     IS_LOGGING_RANK,
     RESUME,
+    ShardReader,
+    WholeReader,
     intact,
     pickle_by_value,
     progress,
     publish,
     restore,
 )
-from labkit.training.strategies.resharding import ShardReader, WholeReader
 
 # Store optimizer state by parameter name, so that it can be loaded by any rank.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)

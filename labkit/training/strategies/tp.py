@@ -6,9 +6,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, parallel
 
-from labkit.training.strategies.base import CLIP_NORM, LEARNING_RATE
+from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, CLIP_NORM, COMPILE, LEARNING_RATE, transform
 from labkit.training.strategies.sharded import resume, save
-from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 from labkit.training.workloads.cnn import tensor_plans
 
 __all__ = ["build_optimizer", "clip_gradients", "parallelize", "resume", "save"]

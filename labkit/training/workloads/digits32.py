@@ -2,8 +2,7 @@
 
 from torch.utils.data import TensorDataset
 
-from labkit.training.workloads.cache import cached
-from labkit.training.workloads.digits import draw_digits
+from labkit.training.workloads.digits import cached, draw_digits
 
 SAMPLES = 10_000  # training images: 1,437 originals, then augmented variants
 

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.course.build.solutions import ddp, fsdp, zero
+from labkit.course.build.solutions import data_parallel
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -95,47 +95,51 @@ class FullyShards(nn.Module):
         return self.layer(x)
 
 
-class Imports(ddp.Overlapped):
+class Imports(data_parallel.Overlapped):
     def __init__(self, model):
         super().__init__(model)
 
 
-WAITS = mutant(ddp, "Overlapped", ("(parameter.grad, async_op=True)", "(parameter.grad)"), ("work.wait()", "pass"))
-UNEQUAL = mutant(ddp, "Overlapped", ("dist.broadcast(parameter.data, src=0)", "pass"))
-SYNCS = mutant(ddp, "Bucketed", ("self.syncs = False", "self.syncs = True"), ("yield", "yield; self.finish()"))
-SUM = mutant(fsdp, "Unit", ("return of_x, of_shard / dist.get_world_size()", "return of_x, of_shard"))
+WAITS = mutant(
+    data_parallel, "Overlapped", ("(parameter.grad, async_op=True)", "(parameter.grad)"), ("work.wait()", "pass")
+)
+UNEQUAL = mutant(data_parallel, "Overlapped", ("dist.broadcast(parameter.data, src=0)", "pass"))
+SYNCS = mutant(
+    data_parallel, "Bucketed", ("self.syncs = False", "self.syncs = True"), ("yield", "yield; self.finish()")
+)
+SUM = mutant(data_parallel, "Unit", ("return of_x, of_shard / dist.get_world_size()", "return of_x, of_shard"))
 ALL_REDUCES = mutant(
-    fsdp,
+    data_parallel,
     "Unit",
     ("reduce_scatter(of_shard, of_flat)", "dist.all_reduce(of_flat); of_shard = of_flat.chunk(4)[dist.get_rank()]"),
 )
 RIGHT = {
-    "naive": ddp.average_gradients,
-    "hooks": ddp.Overlapped,
-    "buckets": ddp.Bucketed,
-    "zero1": zero.ZeRO1,
-    "zero2": zero.ZeRO2,
-    "fsdp": fsdp.Unit,
+    "naive": data_parallel.average_gradients,
+    "hooks": data_parallel.Overlapped,
+    "buckets": data_parallel.Bucketed,
+    "zero1": data_parallel.ZeRO1,
+    "zero2": data_parallel.ZeRO2,
+    "fsdp": data_parallel.Unit,
 }
 WRONG = {
     "naive": (gathers_gradients, "bytes sent: in step 0, rank 0 sends"),
     "hooks": (AfterBackward, "overlap: in step 0, rank 0 sends 0% of its bytes"),
     "buckets": (
-        mutant(ddp, "Bucketed", ("+ parameter.nbytes > bucket_bytes", "> 0")),
+        mutant(data_parallel, "Bucketed", ("+ parameter.nbytes > bucket_bytes", "> 0")),
         "calls: in step 0, rank 0 makes 12 calls, expected at most 6",
     ),
     "zero1": (
         mutant(
-            zero,
+            data_parallel,
             "ZeRO1",
             ("reduce_scatter(shard.grad, parameter.grad)", "dist.all_reduce(parameter.grad)"),
             ("shard.grad /= dist.get_world_size()", "shard.grad = parameter.grad.chunk(4)[dist.get_rank()] / 4"),
         ),
         "bytes sent: in step 0, rank 0 sends",
     ),
-    "zero2": (zero.ZeRO1, "memory: after backward of step 0, rank 0 has"),
+    "zero2": (data_parallel.ZeRO1, "memory: after backward of step 0, rank 0 has"),
     "fsdp": (
-        mutant(fsdp, "Unit", ("        return flat\n", "        self.kept = flat\n        return flat\n")),
+        mutant(data_parallel, "Unit", ("        return flat\n", "        self.kept = flat\n        return flat\n")),
         "memory: between two steps, rank 0 has",
     ),
 }
@@ -147,12 +151,20 @@ MORE = [
     ("hooks", WAITS, "overlap: in step 0, rank 0 waits for a call of all_reduce while backward"),
     ("hooks", UNEQUAL, "losses: in step 0, rank 1 has"),
     ("hooks", Finished, "no finished API: rank 0 calls torch.nn.parallel.distributed.DistributedDataParallel.__init__"),
-    ("hooks", Imports, "imports labkit.course.build.solutions.ddp, which belongs to the judge"),
+    ("hooks", Imports, "imports labkit.course.build.solutions.data_parallel, which belongs to the judge"),
     ("buckets", SYNCS, "bytes sent: in step 2, rank 0 sends"),
     ("zero1", AdamEverywhere, "memory: between two steps, rank 0 has"),
     ("zero1", Redundant, "calls torch.distributed.optim"),
-    ("zero2", mutant(zero, "ZeRO2", ("parameter.grad = None", "pass")), "memory: after backward of step 0, rank 0 has"),
-    ("zero2", mutant(zero, "ZeRO2", ("shard.grad /= dist.get_world_size()", "pass")), "losses: in step 1, rank"),
+    (
+        "zero2",
+        mutant(data_parallel, "ZeRO2", ("parameter.grad = None", "pass")),
+        "memory: after backward of step 0, rank 0 has",
+    ),
+    (
+        "zero2",
+        mutant(data_parallel, "ZeRO2", ("shard.grad /= dist.get_world_size()", "pass")),
+        "losses: in step 1, rank",
+    ),
     ("fsdp", SUM, "losses: in step 1, rank"),
     ("fsdp", ALL_REDUCES, "bytes sent: in step 0, rank 0 sends"),
     ("fsdp", FullyShards, "no finished API: rank 0 calls torch.distributed."),

@@ -8,7 +8,7 @@ from answers.mutants import mutant
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
 
-from labkit.course.build.solutions import pipeline, ring, tensor
+from labkit.course.build.solutions import model_parallel
 
 
 class WholeMLP(nn.Module):
@@ -61,17 +61,17 @@ def gathers_with_operators(q, k, v):
 ONCE = ("return summed(gradient)", "return gradient")
 TWICE = ("        return gradient\n", "        return summed(gradient)\n")
 UNSTABLE = ("most = logits.max(dim=1).values", "most = torch.zeros(len(logits))")
-GPIPE = mutant(pipeline, "one_f_one_b", ("min(ranks - rank - 1, count)", "count"))
-STOPS = mutant(pipeline, "one_f_one_b", ("if rank > 0:", "if rank > 1:"))
+GPIPE = mutant(model_parallel, "one_f_one_b", ("min(ranks - rank - 1, count)", "count"))
+STOPS = mutant(model_parallel, "one_f_one_b", ("if rank > 0:", "if rank > 1:"))
 BACKWARDS = mutant(
-    ring,
+    model_parallel,
     "ring_attention",
     ("dist.isend(block, (rank + 1)", "dist.isend(block, (rank - 1)"),
     ("arrived, (rank - 1)", "arrived, (rank + 1)"),
     ("(rank - hop)", "(rank + hop)"),
 )
 ALL_PAIRS = mutant(
-    ring,
+    model_parallel,
     "balanced_ring_attention",
     ("if b <= a]", "]"),
     ("a == b)", "a - b)"),
@@ -79,7 +79,7 @@ ALL_PAIRS = mutant(
     ("if diagonal else scores", ""),
 )
 KEEPS_ALL = mutant(
-    ring,
+    model_parallel,
     "ring_attention",
     (
         "            if hop < ranks - 1:\n                block = passed_on(block)\n",
@@ -87,21 +87,21 @@ KEEPS_ALL = mutant(
     ),
 )
 RIGHT = {
-    "column_row": tensor.ParallelMLP,
-    "sequence": tensor.SequenceParallelMLP,
-    "cross_entropy": tensor.cross_entropy,
-    "two_stages": pipeline.one_f_one_b,
-    "four_stages": pipeline.one_f_one_b,
-    "ring_attention": ring.ring_attention,
-    "balanced": ring.balanced_ring_attention,
+    "column_row": model_parallel.ParallelMLP,
+    "sequence": model_parallel.SequenceParallelMLP,
+    "cross_entropy": model_parallel.cross_entropy,
+    "two_stages": model_parallel.one_f_one_b,
+    "four_stages": model_parallel.one_f_one_b,
+    "ring_attention": model_parallel.ring_attention,
+    "balanced": model_parallel.balanced_ring_attention,
 }
 WRONG = {
-    "column_row": (mutant(tensor, "ParallelMLP", ONCE), "losses: in step 1, rank 0 has"),
+    "column_row": (mutant(model_parallel, "ParallelMLP", ONCE), "losses: in step 1, rank 0 has"),
     "sequence": (
-        mutant(tensor, "SequenceParallelMLP", ("F.apply(self.b2)", "self.b2")),
+        mutant(model_parallel, "SequenceParallelMLP", ("F.apply(self.b2)", "self.b2")),
         "losses: in step 1, rank 0 has",
     ),
-    "cross_entropy": (mutant(tensor, "cross_entropy", UNSTABLE), "losses: in step 2, rank 0 has"),
+    "cross_entropy": (mutant(model_parallel, "cross_entropy", UNSTABLE), "losses: in step 2, rank 0 has"),
     "two_stages": (GPIPE, "order: in step 0, rank 0 of 2 computes F0 F1 F2 F3 F4 F5 B0 B1 B2 B3 B4 B5 with 6 live"),
     "four_stages": (STOPS, "hangs: rank 0 waits in recv from rank 1 in schedule of step 0, at: dist.recv(x, source)"),
     "ring_attention": (gathers_keys, "results: rank 0 has a gradient of step 0: k that differs by"),
@@ -110,8 +110,12 @@ WRONG = {
 MORE = [
     ("column_row", WholeMLP, "bytes sent: in step 0, rank 0 sends 0 B"),
     ("column_row", Differentiates, "no finished API: rank 0 calls torch.distributed.nn.functional.all_reduce"),
-    ("column_row", mutant(tensor, "ParallelMLP", (".clone())", ")")), "memory: after the construction, rank 0 has"),
-    ("column_row", mutant(tensor, "ParallelMLP", TWICE), "losses: in step 1, rank 0 has"),
+    (
+        "column_row",
+        mutant(model_parallel, "ParallelMLP", (".clone())", ")")),
+        "memory: after the construction, rank 0 has",
+    ),
+    ("column_row", mutant(model_parallel, "ParallelMLP", TWICE), "losses: in step 1, rank 0 has"),
     ("cross_entropy", gathers_logits, "bytes sent: in step 0, rank 0 sends"),
     ("ring_attention", gathers_with_operators, "no finished API: rank 0 calls torch.ops._c10d_functional.all_gather"),
     ("ring_attention", BACKWARDS, "neighbours: in forward of step 0, rank 0 calls send with rank 3, expected rank 1"),

@@ -5,7 +5,8 @@ import torch.distributed as dist
 from answers.mutants import mutant
 from torch import nn
 
-from labkit.course.build.solutions import ddp, pipeline, ring, tensor, zero
+from labkit.course.build.solutions import data_parallel as data
+from labkit.course.build.solutions import model_parallel as model
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -128,8 +129,8 @@ BY_PARITY = (  # blocking sends and receives
     "    else:\n        dist.send(block, (rank + 1) % ranks)\n        dist.recv(arrived, (rank - 1) % ranks)\n",
 )
 DIVIDED_FIRST = (
-    ("flat = torch.cat([each.grad.flatten() for each in self.buckets[number]])",
-     "flat = torch.cat([each.grad.flatten() for each in self.buckets[number]]) / dist.get_world_size()"),
+    ("flat = torch.cat([parameter.grad.flatten() for parameter in self.buckets[number]])",
+     "flat = torch.cat([parameter.grad.flatten() for parameter in self.buckets[number]]) / dist.get_world_size()"),
     ("(flat / dist.get_world_size()).split", "flat.split"),
 )  # fmt: skip
 HOOK_DIVIDES = ("self.works.append(", "parameter.grad /= dist.get_world_size(); self.works.append(")
@@ -139,29 +140,29 @@ RIGHT = [
     ("naive", divides_first),
     ("naive", one_flat_tensor),
     ("naive", in_two_halves),
-    ("hooks", mutant(ddp, "Overlapped", HOOK_DIVIDES, FINISH_ONLY)),
-    ("buckets", mutant(ddp, "Bucketed", *DIVIDED_FIRST)),
+    ("hooks", mutant(data, "Overlapped", HOOK_DIVIDES, FINISH_ONLY)),
+    ("buckets", mutant(data, "Bucketed", *DIVIDED_FIRST)),
     ("zero1", FlatZeRO1),
-    ("zero1", zero.ZeRO2),
+    ("zero1", data.ZeRO2),
     ("fsdp", PerParameter),
-    ("column_row", mutant(tensor, "ParallelMLP", *EINSUM)),
+    ("column_row", mutant(model, "ParallelMLP", *EINSUM)),
     ("cross_entropy", three_all_reduces),
-    ("four_stages", mutant(pipeline, "one_f_one_b", ("dist.recv(x, source)", "dist.irecv(x, source).wait()"))),
-    ("ring_attention", mutant(ring, "ring_attention", BY_PARITY)),
-    ("balanced", mutant(ring, "balanced_ring_attention", BY_PARITY)),
+    ("four_stages", mutant(model, "one_f_one_b", ("dist.recv(x, source)", "dist.irecv(x, source).wait()"))),
+    ("ring_attention", mutant(model, "ring_attention", BY_PARITY)),
+    ("balanced", mutant(model, "balanced_ring_attention", BY_PARITY)),
 ]
 LAST_BUCKET = ("self.missing[number] == 0:", "self.missing[number] == 0 and number < len(self.buckets) - 1:")
 NEXT_SHARD = ("parameter.data.chunk(ranks)[rank] for", "parameter.data.chunk(ranks)[(rank + 1) % ranks] for")
 MISTAKES = [
-    ("naive", mutant(ddp, "average_gradients", ("parameter.grad /= dist.get_world_size()", "pass")),
+    ("naive", mutant(data, "average_gradients", ("parameter.grad /= dist.get_world_size()", "pass")),
      "are the sum over the ranks, not the mean: divide by the number of ranks"),
-    ("buckets", mutant(ddp, "Bucketed", LAST_BUCKET),
+    ("buckets", mutant(data, "Bucketed", LAST_BUCKET),
      "the gradients of 0.weight, 0.bias, 2.weight and 1 more are those of the rank's own samples"),
-    ("zero1", mutant(zero, "ZeRO1", NEXT_SHARD), "are in the wrong places: rank r has the r-th shard"),
-    ("zero1", mutant(zero, "ZeRO1", ("shard.grad /= dist.get_world_size()", "pass")), "divide by the number of ranks"),
-    ("column_row", mutant(tensor, "ParallelMLP", ("return summed(gradient)", "return gradient")), "f in backward"),
-    ("cross_entropy", mutant(tensor, "cross_entropy", (" / len(softmax)", "")), "divided by the number of tokens"),
-    ("ring_attention", mutant(ring, "ring_attention", ("for hop in range(ranks):\n            for i, j, diagonal in"
+    ("zero1", mutant(data, "ZeRO1", NEXT_SHARD), "are in the wrong places: rank r has the r-th shard"),
+    ("zero1", mutant(data, "ZeRO1", ("shard.grad /= dist.get_world_size()", "pass")), "divide by the number of ranks"),
+    ("column_row", mutant(model, "ParallelMLP", ("return summed(gradient)", "return gradient")), "f in backward"),
+    ("cross_entropy", mutant(model, "cross_entropy", (" / len(softmax)", "")), "divided by the number of tokens"),
+    ("ring_attention", mutant(model, "ring_attention", ("for hop in range(ranks):\n            for i, j, diagonal in"
      " pairs(rank, (rank - hop) % ranks, zigzag)", "for hop in range(ranks - 1):\n            for i, j, diagonal in"
      " pairs(rank, (rank - hop) % ranks, zigzag)")), "the ring makes one hop too few"),
 ]  # fmt: skip

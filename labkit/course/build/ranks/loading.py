@@ -41,10 +41,10 @@ _LINE = 4000  # bytes: with a key, a pipe takes this from one of several writers
 
 _FORBIDDEN = {event: words for event, words in BY_ANSWER.items() if event.startswith(("sys.", "gc."))}
 _OUTLASTS = (  # events with which something could pass from one run to the next
-    *("os.symlink", "os.link", "os.mkdir", "os.rename", "os.utime", "os.truncate", "os.chmod", "os.setxattr"),
-    *("mmap.__new__", "socket.bind", "socket.connect", "socket.sendto", "sqlite3.connect", "subprocess.Popen"),
-    *("os.system", "os.exec", "os.posix_spawn", "ctypes.dlopen", "ctypes.dlsym"),
-)
+    "os.symlink", "os.link", "os.mkdir", "os.rename", "os.utime", "os.truncate", "os.chmod", "os.setxattr",
+    "mmap.__new__", "socket.bind", "socket.connect", "socket.sendto", "sqlite3.connect", "subprocess.Popen",
+    "os.system", "os.exec", "os.posix_spawn", "ctypes.dlopen", "ctypes.dlsym",
+)  # fmt: skip
 _FORBIDDEN |= dict.fromkeys(_OUTLASTS, "leaves something outside of the run, which gets the state alone")
 
 Said = dict[str, Any]

@@ -97,8 +97,6 @@ def expect(trial: str, given: list[Given]) -> list[Expected]:
 
 # ---- DiLoCo
 
-_Outer = Callable[[list[Tensor], list[list[Tensor]], list[Tensor], Given], list[list[Tensor]]]
-
 NEVER = "{names} are those of this rank's own replica: nothing moves it to the common point"
 MISTAKES: dict[str, dict[str, Any]] = {
     "{names} moved the wrong way: an optimizer subtracts, so that the pseudo-gradient is the common point minus the"

@@ -33,10 +33,10 @@ from labkit.course.build.record import Record
 
 _TORCH = Path(torch.__file__).parent
 _PARTS = (
-    *("nn/parallel/", "distributed/fsdp/", "distributed/_composable/", "distributed/optim/", "distributed/nn/"),
-    *("distributed/tensor/", "distributed/_tensor/", "distributed/pipelining/", "distributed/algorithms/"),
-    *("distributed/_functional_collectives.py", "distributed/_symmetric_memory/", "_inductor/"),
-)
+    "nn/parallel/", "distributed/fsdp/", "distributed/_composable/", "distributed/optim/", "distributed/nn/",
+    "distributed/tensor/", "distributed/_tensor/", "distributed/pipelining/", "distributed/algorithms/",
+    "distributed/_functional_collectives.py", "distributed/_symmetric_memory/", "_inductor/",
+)  # fmt: skip
 _PACKAGES = ("deepspeed", "accelerate", "fairscale", "megatron")
 _PACKAGE_PATHS = tuple(str(_TORCH.parent / package) + "/" for package in _PACKAGES)
 

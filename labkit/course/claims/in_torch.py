@@ -1,4 +1,4 @@
-"""Small experiments with torch in a process group of one rank; `asked.behaviour` runs them in a separate process."""
+"""Small experiments with torch in a process group of one rank; `measured.py` runs them in a separate process."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""What torch does, tried in a separate process: modules here import torch, those of `course/claims/` do not."""
