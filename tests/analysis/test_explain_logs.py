@@ -73,6 +73,16 @@ def test_a_line_that_is_about_no_step_of_training(line):
     assert step_in(line) is None
 
 
+def test_of_too_many_steps_the_curve_reaches_the_end_and_the_first_loss_without_value_is_exact(tmp_path, monkeypatch):
+    monkeypatch.setattr("labkit.analysis.foreign.logs._MOST_STEPS", 100)
+    lines = [f"step {number}: loss {'nan' if number >= 777 else 2.5}" for number in range(2000)]
+    found = page(tmp_path, "\n".join(lines))
+    steps = [row["step"] for row in found.figures["steps"][0]]
+    assert len(steps) <= 100 and steps[0] == 0 and steps[-1] == 1999
+    assert found.findings[0].title == "the loss becomes nan in step 777"
+    assert "Of more than 100 steps of a rank, some are left out, most of them early ones." in found.notes
+
+
 def test_losses_and_times_of_a_log_are_told(tmp_path):
     lines = [
         f"2026-01-02 03:04:{second:02} step {step} loss {8 / step}" for step, second in ((10, 0), (20, 5), (40, 25))
