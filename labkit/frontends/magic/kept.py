@@ -130,12 +130,20 @@ class _Rank:
 
 class KeptCell:
     """One cell on some of the ranks. `draw` is called with the output whenever it changes. Its code begins at the line
-    of the cell at which `body` begins."""
+    of the cell at which `body` begins. With `up`, it runs in a frame of their last exception, see `probe/cells.py`."""
 
-    def __init__(self, group: Group, ranks: Sequence[int], body: str, draw: Callable[[Shown], None], patient: bool):
+    def __init__(
+        self,
+        group: Group,
+        ranks: Sequence[int],
+        body: str,
+        draw: Callable[[Shown], None],
+        patient: bool,
+        up: int | None = None,
+    ):
         self._group, self._numbers, self._draw, self._patient = group, ranks, draw, patient
         self._name = f"Cell In[{execution_count()}]"
-        self._body = body
+        self._body, self._up = body, up
         self._ranks = {rank: _Rank() for rank in ranks}
         group.forget()
         self._begun = time.monotonic()
@@ -152,7 +160,7 @@ class KeptCell:
     def go(self) -> bool:
         """Runs the cell to its end; returns whether it succeeded on all ranks. Raises `RanksGone` if the ranks are
         gone afterwards."""
-        self._group.tell(self._numbers, "run", cell=self._name, code=self._body)
+        self._group.tell(self._numbers, "run", cell=self._name, code=self._body, up=self._up)
         try:
             while self._open:
                 try:
@@ -171,7 +179,10 @@ class KeptCell:
             self._show("bad", f"{gone}. {self._start_again}")
             raise
         self._show_end(hint)
-        return all(rank.done is not None and rank.done["error"] is None for rank in self._ranks.values())
+        failed = {number for number in self._numbers if self._has_failed(number)}
+        if self._up is None:
+            self._group.raised = self._group.raised.difference(self._numbers) | failed
+        return not failed
 
     @property
     def _start_again(self) -> str:
@@ -386,9 +397,10 @@ _all_cells = False  # whether cells without a first line run on the ranks, too
 _AUTO = "auto"
 _NOTHING = {"text/html": "", "text/plain": ""}
 _NO_RANKS = f"no ranks stay here; %%torchrun 4 {KEEP} starts them"
+_DEBUG = re.compile(r"debug(?:\s+(?P<ranks>[\d,-]+))?(?P<above>\s+up(?:\s+(?P<up>\d{1,3}))?)?\s*", re.ASCII)  # 1,3 up 2
 _USAGE = (
-    "%ranks, %ranks stop, %ranks restart, %ranks auto, %ranks auto off, %ranks pull NAME [RANKS] and"
-    " %ranks push NAME [RANKS]"
+    "%ranks, %ranks stop, %ranks restart, %ranks auto, %ranks auto off, %ranks debug [RANKS] [up N],"
+    " %ranks pull NAME [RANKS] and %ranks push NAME [RANKS]"
 )
 
 
@@ -427,7 +439,8 @@ def begin_with(line: str, body: str) -> None:
 
 def ranks(line: str, body: str | None = None) -> None:
     """%%ranks [RANKS] runs the cell on the ranks that `%%torchrun N --keep` has started, or on some of them, such as
-    `%%ranks 0,2` or `%%ranks 0-1`.
+    `%%ranks 0,2` or `%%ranks 0-1`. `%%ranks debug [RANKS] [up N]` runs it with the variables of the place at which the
+    last cell raised an exception there, or N callers above; as `%ranks debug` it lists these places.
 
     %ranks shows them and their variables; `%ranks stop` ends them; `%ranks restart` starts new ones, without variables;
     after `%ranks auto` cells without a first line run on all ranks, too, until `%ranks auto off`;
@@ -443,11 +456,13 @@ def ranks(line: str, body: str | None = None) -> None:
             _do(_group, words_of(line))
             return
         whole = line.strip() == _AUTO  # the first line was added here
-        chosen = _chosen("" if whole else line.strip(), _group)
+        chosen, up = _debugged(line.strip(), _group)
+        if up is None:
+            chosen = _chosen("" if whole else line.strip(), _group)
         body = _python(body)
         check_body(body, body, 0, PyCF_ALLOW_TOP_LEVEL_AWAIT, first=1 if whole else 2)
         _group.check()
-        _run(_group, chosen, body if whole else f"\n{body}", _Place())
+        _run(_group, chosen, body if whole else f"\n{body}", _Place(), up)
     except CellError as error:
         raise UsageError(f"{sign}: {error}") from None
     except RanksGone as gone:
@@ -542,10 +557,10 @@ def _restart(group: Group, draw: Callable[[str], None]) -> None:
     _group = _started(group.spec, draw)
 
 
-def _run(group: Group, chosen: Sequence[int], body: str, place: _Place) -> None:
+def _run(group: Group, chosen: Sequence[int], body: str, place: _Place, up: int | None = None) -> None:
     global _group
     succeeded = False
-    cell = KeptCell(group, chosen, body, place.draw, place.live)
+    cell = KeptCell(group, chosen, body, place.draw, place.live, up)
     try:
         succeeded = cell.go()
         for bundle in cell.pages:
@@ -576,6 +591,20 @@ def _chosen(text: str, group: Group) -> list[int]:
     return sorted(set(numbers))
 
 
+def _debugged(text: str, group: Group) -> tuple[list[int], int | None]:
+    """The ranks and the number of callers above that `debug 1 up 2` names; None for another text. Without ranks, those
+    whose last cell raised an exception. Raises `CellError`."""
+    found = _DEBUG.fullmatch(text)
+    if found is None:
+        return [], None
+    if not group.raised:
+        raise CellError("no rank raised an exception in its last cell, so there is no place to look at")
+    chosen = _chosen(found["ranks"], group) if found["ranks"] else sorted(group.raised)
+    if without := [rank for rank in chosen if rank not in group.raised]:
+        raise CellError(f"{ranks_text(without)} raised no exception in the last cell; {ranks_text(group.raised)} did")
+    return chosen, int(found["up"] or 1) if found["above"] else 0
+
+
 # ---- `%ranks`
 
 
@@ -603,6 +632,12 @@ def _do(group: Group, words: Sequence[str]) -> None:
             _restart(group, lambda words: place.draw(Shown(words, "waiting")))
             place.draw(Shown(f"{group.name} are there again", "good", hint=f"{_LOST}."))
             place.close()
+        case ["debug", *_]:
+            chosen, up = _debugged(" ".join(words), group)
+            if up is None:
+                raise CellError(f"{shown(' '.join(words))} is not known; write %ranks debug, or %ranks debug 1 up 2")
+            group.check()
+            _run(group, chosen, "", _Place(), up)
         case ["pull", name, *some]:
             _pull(group, _identifier(name), some)
         case ["push", name, *some]:
