@@ -9,6 +9,7 @@ If that fails, the ranks are restarted. In both cases it is said what is left.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from itertools import count
 from typing import Any
 
 from IPython import get_ipython
@@ -130,7 +132,8 @@ class _Rank:
 
 class KeptCell:
     """One cell on some of the ranks. `draw` is called with the output whenever it changes. Its code begins at the line
-    of the cell at which `body` begins. With `up`, it runs in a frame of their last exception, see `probe/cells.py`."""
+    of the cell at which `body` begins. With `up`, it runs in a frame of their last exception, see `probe/cells.py`.
+    After `limit` seconds it is interrupted."""
 
     def __init__(
         self,
@@ -139,11 +142,13 @@ class KeptCell:
         body: str,
         draw: Callable[[Shown], None],
         patient: bool,
+        *,
+        name: str,
         up: int | None = None,
+        limit: float = math.inf,
     ):
         self._group, self._numbers, self._draw, self._patient = group, ranks, draw, patient
-        self._name = f"Cell In[{execution_count()}]"
-        self._body, self._up = body, up
+        self._name, self._body, self._up, self._limit = name, body, up, limit
         self._ranks = {rank: _Rank() for rank in ranks}
         group.forget()
         self._begun = time.monotonic()
@@ -233,7 +238,7 @@ class KeptCell:
                 raise RanksRestarted(self._restarted(f"{ranks_text(self._open)} did not return to Python"))
         elif waits and now - since > PATIENCE and any(self._absent(number) for number in self._open):
             self._end_collectives(now)
-        elif waits and now - since > _HOPELESS and not self._patient:
+        elif now - self._begun > self._limit or (waits and now - since > _HOPELESS and not self._patient):
             self._interrupt()
 
     def _absent(self, number: int) -> set[int]:
@@ -417,13 +422,22 @@ def register(ipython: Any) -> None:
 
 def begin_with(line: str, body: str) -> None:
     """`%%torchrun N --keep`: starts ranks that stay, unless they are there, and runs the first cell on them."""
-    global _group, _all_cells
     first = shlex.join(word for word in words_of(line) if word != KEEP)
     body = _python(body)
     cell = Cell.read(first, body, Machine.here(), PyCF_ALLOW_TOP_LEVEL_AWAIT)
     if cell.name is not None:
         raise CellError(f"--as is for ranks that end with their cell; with {KEEP}, use %ranks pull NAME")
     place = _Place()
+    before = _group
+    group = _group_for(cell, line, lambda words: place.draw(Shown(words, "waiting")))
+    if group is not before:
+        place.then(script_bundle(group.source))
+    _run(group, group.ranks, f"\n{body}", place)
+
+
+def _group_for(cell: Cell, line: str, draw: Callable[[str], None]) -> Group:
+    """The ranks that stay, started unless they are there. Raises `CellError`."""
+    global _group, _all_cells
     if _group is not None and not _group.run.state.over:
         here = _group.spec
         if (here.nproc, here.device) != (cell.spec.nproc, cell.spec.device):
@@ -432,9 +446,35 @@ def begin_with(line: str, body: str) -> None:
             )
     else:
         _group, _all_cells = None, False
-        _group = _started(replace(cell.spec, script="ranks.py"), lambda words: place.draw(Shown(words, "waiting")))
-        place.then(script_bundle(_group.source))
-    _run(_group, _group.ranks, f"\n{body}", place)
+        _group = _started(replace(cell.spec, script="ranks.py"), draw)
+    return _group
+
+
+_answered = count(1)
+
+
+def answer(line: str, some: str, body: str, limit: float) -> tuple[bool, str, str]:
+    """Runs a cell for a caller who has no notebook, such as an assistant: whether it succeeded, what it showed as text,
+    and the name of the run of its ranks. `line` is that of `%%torchrun`, `some` are ranks such as `0,2`, or all.
+
+    Raises `CellError` if it cannot be started, `RanksGone` if the ranks are gone afterwards.
+    """
+    global _group
+    cell = Cell.read(line, body, Machine.here(), PyCF_ALLOW_TOP_LEVEL_AWAIT, first=1)
+    newest: deque[Shown] = deque(maxlen=1)
+    group = _group_for(cell, line, lambda words: None)
+    kept = KeptCell(
+        group, _chosen(some, group), body, newest.append, False, name=f"Cell {next(_answered)}", limit=limit
+    )
+    succeeded = False
+    try:
+        succeeded = kept.go()
+    except RanksRestarted:
+        pass
+    except RanksGone:
+        _group = None
+        raise
+    return succeeded, newest[0].text(), (_group or group).run.name
 
 
 def ranks(line: str, body: str | None = None) -> None:
@@ -560,7 +600,8 @@ def _restart(group: Group, draw: Callable[[str], None]) -> None:
 def _run(group: Group, chosen: Sequence[int], body: str, place: _Place, up: int | None = None) -> None:
     global _group
     succeeded = False
-    cell = KeptCell(group, chosen, body, place.draw, place.live, up)
+    name = f"Cell In[{execution_count()}]"
+    cell = KeptCell(group, chosen, body, place.draw, place.live, name=name, up=up)
     try:
         succeeded = cell.go()
         for bundle in cell.pages:
