@@ -83,6 +83,15 @@ def test_of_too_many_steps_the_curve_reaches_the_end_and_the_first_loss_without_
     assert "Of more than 100 steps of a rank, some are left out, most of them early ones." in found.notes
 
 
+def test_a_log_with_bytes_of_another_encoding_is_read(tmp_path):
+    path = tmp_path / "job.log"
+    path.write_bytes("step 1: loss 2.5 für immer\n".encode("latin-1") * 5)
+    assert opening.explain([path])[0].figures["steps"][0] == [{"step": 1, "loss": 2.5, "seconds": None}]
+    path.write_bytes(bytes(range(255, 128, -1)) * 5)
+    with pytest.raises(ForeignError, match="nothing that can be explained"):
+        opening.explain([path])
+
+
 def test_losses_and_times_of_a_log_are_told(tmp_path):
     lines = [
         f"2026-01-02 03:04:{second:02} step {step} loss {8 / step}" for step, second in ((10, 0), (20, 5), (40, 25))

@@ -146,6 +146,24 @@ def test_without_sizes_no_bandwidth_is_given(tmp_path):
     assert any("1 of 2 ranks are here" in note for note in found.notes)
 
 
+def test_without_groups_collectives_are_matched_that_every_rank_has_called(tmp_path):
+    """On gloo: ranks 0 and 1 also call one in their pair, which the trace does not tell from the others."""
+    paths = []
+    for rank in range(3):
+        events = [event("cpu_op", "aten::mm", 0, 100)]
+        for number in range(4):
+            begin = 1000 * number + (300 if rank == 2 else 100)
+            sizes = {"Input Dims": [[64]], "Input type": ["float"]}
+            events.append(event("user_annotation", "gloo:all_reduce", begin, 1000 * number + 400 - begin, **sizes))
+            if rank < 2:
+                pair = sizes | {"Input Dims": [[8]]}
+                events.append(event("user_annotation", "gloo:all_reduce", 1000 * number + 500, 50, **pair))
+        content = trace(events, rank=rank, world_size=3, host_name="node-7", deviceProperties=[])
+        paths.append(write(tmp_path / f"rank{rank}.json", content))
+    late = arrivals([analyse(read_profile(path)) for path in paths])
+    assert (late.matched, late.last[2]) == (4, 4)
+
+
 def test_the_rank_that_arrives_last_is_found_although_its_clock_is_wrong(tmp_path):
     """Rank 1 computes 300 µs longer; its clock is 7 s ahead."""
     profiles = []

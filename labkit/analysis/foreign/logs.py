@@ -103,6 +103,7 @@ _TIMES = ("time", "timestamp", "ts", "@timestamp", "asctime")
 _MORE = ("exception", "exc_info", "stack_trace")  # with a traceback
 
 _SUFFIXES = (".log", ".out", ".err", ".txt", ".gz", ".jsonl")
+_MOST_STRANGE = 0.05  # of the bytes with which a log begins may be no UTF-8
 _NO_LOGS = (".py", ".ipynb", ".sh", ".md", ".rst")
 _SURE = re.compile(rb"NCCL (?:INFO|WARN)|\[(?:rank|default)\d+\]:")
 _MARKS = re.compile(
@@ -246,8 +247,11 @@ def looks_like_log(path: Path, head: bytes) -> bool:
     """Whether a file can be a log: it begins with text, and is no JSON, except torchrun's `error.json`."""
     if head.startswith(_UTF_16):
         return True
-    if path.suffix in _SUFFIXES[:4]:  # a file system may leave a hole of zeros in it
+    if (
+        path.suffix in _SUFFIXES[:4]
+    ):  # a file system may leave a hole of zeros in it, a program bytes of other encodings
         head = head.replace(b"\0", b"")
+        return head.decode("utf-8", "replace").count("\ufffd") <= _MOST_STRANGE * len(head)
     if b"\0" in head or (".json" in path.suffixes and path.name != "error.json"):
         return False
     try:
