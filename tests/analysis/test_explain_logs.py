@@ -654,3 +654,22 @@ def test_a_hundred_damaged_logs(tmp_path, failed):
             assert b"\0" in data[: 1 << 16] or data[: 1 << 16].decode(errors="ignore") != data[: 1 << 16].decode(
                 "latin"
             )
+
+
+def test_mutated_logs_never_crash(failed, tmp_path):
+    generator = random.Random(5)
+    lines = [*STEPS, *(failed / "all.txt").read_text(encoding="utf-8").splitlines()]
+    lines.append("node-1:7:9 [0] NCCL INFO Channel 00/0 : 3[1] -> 0[0] [receive] via NET/Socket/0")
+    lines.append("srun: error: node-1: task 1: Out Of Memory")
+    plain = "\n".join(lines).encode()
+    tokens = [b"\0", b"\xff\xfe", b"Traceback (most recent call last):\n", b"[rank7]: ", b"{", b"9" * 40, b"\n", b"\r"]
+    for number in range(100):
+        data = bytearray(plain)
+        for _ in range(generator.randrange(1, 9)):
+            at = generator.randrange(len(data))
+            data[at : at + generator.randrange(400)] = generator.choice(tokens)
+        path = tmp_path / f"{number}.log"
+        path.write_bytes(data)
+        (found,) = opening.explain([path])
+        json.dumps(found.figures, allow_nan=False)
+        list(found.events())
