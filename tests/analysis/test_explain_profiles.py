@@ -57,6 +57,18 @@ def test_traces_agree_with_holistic_trace_analysis(name, tmp_path):
 # ---- the breakdown of a step
 
 
+def test_what_share_of_a_file_is_read_can_be_watched(tmp_path, monkeypatch):
+    monkeypatch.setattr(chrome, "_CHUNK", 1 << 12)
+    path = write(tmp_path / "a.json", hostile(1))
+    shares: list[float] = []
+    with chrome.watched(lambda read, share: shares.append(share)):
+        read_profile(path)
+    assert len(shares) > 5 and shares == sorted(shares) and shares[0] < shares[-1] == 1
+    before = len(shares)
+    read_profile(path)
+    assert len(shares) == before, "only within it"
+
+
 def test_breakdown_of_a_step(tmp_path):
     """Two kernels overlap, the all-reduce overlaps with half of the second, a copy runs alone, the rest is idle."""
     found = opened(
