@@ -29,7 +29,7 @@ PyTorch otherwise.
 
 `analysis/foreign/` reads files of jobs that ran without the lab (traces of torch's profiler, dumps of its flight
 recorder and debug server, memory snapshots, reports of NCCL's RAS, logs) and says what happened there, also as
-events of a run. `analysis/changes.py` says what changed between two runs, from their profiled steps.
+events of a run. `analysis/changes.py` says what changed between two runs, from their profiled steps, dumps or logs.
 
 `analysis/comparison.py` has the rows of a comparison, live or recorded, for every front end. `plan` in
 `runs/comparing.py` settles all Specs before the first run starts (the same global batch, seed and order of samples;

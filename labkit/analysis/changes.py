@@ -1,5 +1,6 @@
 """What changed between two runs of the same job, from their profiled steps: which part of a step, on which rank, in
-which step, and which collectives and kernels take longer or shorter.
+which step, and which collectives and kernels take longer or shorter. Of two runs made from dumps of the flight
+recorder, which collectives take longer or shorter, and from which call on they are others.
 
 Times are means over the typical profiled steps (`profiled.usual`) of the ranks that both runs have, in seconds per step
 and rank. Kernels are known only for runs that were made from profiles (`labkit explain --keep`).
@@ -9,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import msgspec
 
 from labkit.analysis.diagnose.finding import shorter
 from labkit.analysis.foreign.breakdown import short_name
 from labkit.analysis.foreign.page import Table
+from labkit.analysis.metrics import median
 from labkit.analysis.profiled import parts, usual
 from labkit.common.units import counted, milliseconds
-from labkit.record.events import Timeline
+from labkit.record.events import Call, Timeline
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.state import RunState
@@ -60,7 +65,7 @@ class Change:
 class Changes:
     """The names of two runs, the ranks that both have profiled steps of, and what changed: `parts` of a step, the whole
     step first; the step of each rank; steps that have the same number; collectives and kernels, those that changed most
-    first. `of_rank` is the part that changed most on each rank."""
+    first. `of_rank` is the part that changed most on each rank, if parts are known; `what` are the steps."""
 
     before: str
     after: str
@@ -71,17 +76,18 @@ class Changes:
     steps: Sequence[Change]
     collectives: Sequence[Change]
     kernels: Sequence[Change]
+    what: str = "profiled step"
 
     @property
     def sentence(self) -> str:
         """What changed, in words."""
         whole, *rest = self.parts
-        said = f"A profiled step takes {milliseconds(whole.after)} in {self.after}"
+        said = f"A {self.what} takes {milliseconds(whole.after)} in {self.after}"
         said += f" and {milliseconds(whole.before)} in {self.before}: {whole.words}. "
         if abs(whole.seconds) < _LEAST * max(whole.before, whole.after):
-            return f"{said}No part of it explains more than that."
-        part = _most(rest)
-        said += f"Most of it is {part.name}: {part.words}"
+            return f"{said}No part of it explains more than that." if rest else said.rstrip()
+        part = _most(rest) if rest else None
+        said += f"Most of it is {part.name}: {part.words}" if part else "Of what it consists is not in these files"
         if len(self.by_rank) > 1:
             rank = _most(self.by_rank)
             said += f"; the step changed most on {rank.name}: {rank.words}"
@@ -94,8 +100,10 @@ class Changes:
     def tables(self) -> list[Table]:
         """The changes as tables."""
         ranks = counted(len(self.ranks), "rank")
-        found = [_table(f"A profiled step, mean of {ranks}", "part", self.parts)]
-        if len(self.ranks) > 1:
+        found = [_table(f"A profiled step, mean of {ranks}", "part", self.parts if len(self.parts) > 1 else ())]
+        if len(self.ranks) > 1 and not self.of_rank:
+            found.append(_table("The step of each rank, median", "rank", self.by_rank))
+        elif len(self.ranks) > 1:
             rows = [(*_cells(change), self.of_rank[rank].name) for rank, change in zip(self.ranks, self.by_rank)]
             heads = ("rank", "before", "after", "change", "mostly in")
             found.append(Table("The step of each rank", heads, tuple(rows[:_MOST]), words=("mostly in",)))
@@ -114,7 +122,79 @@ class Changes:
         return {"before": self.before, "after": self.after, "ranks": [*self.ranks], "sentence": self.sentence} | lists
 
 
-def of_folders(before: RunFolder, after: RunFolder) -> Changes | None:
+@dataclass(frozen=True)
+class CallChanges:
+    """What changed between the collectives that two jobs had recorded when they were dumped, on the `ranks` that both
+    have. `operations` are seconds from the call to its end, by operation and group, and `single` those of calls with
+    the same number in their group, both without calls that did not end, those that changed most first. `gap` is from
+    one call of a rank to its next one. `moved` says which call is the first to be another one, empty if none is."""
+
+    before: str
+    after: str
+    ranks: Sequence[int]
+    operations: Sequence[Change]
+    single: Sequence[Change]
+    gap: Change
+    moved: str
+
+    @property
+    def sentence(self) -> str:
+        """What changed, in words."""
+        said = f"From one collective to the next, a rank takes {milliseconds(self.gap.after)} in {self.after}"
+        said += f" and {milliseconds(self.gap.before)} in {self.before}: {self.gap.words}. "
+        both = [change for change in self.operations if change.before and change.after]
+        if both:
+            said += f"From its call to its end, {both[0].name} changed most: {both[0].words}. "
+        elif not any(change.before or change.after for change in self.operations):
+            said += "When calls ended is not in these dumps. "
+        return said + (self.moved or "Calls with the same number are of the same operation in both.")
+
+    @property
+    def tables(self) -> list[Table]:
+        """The changes as tables."""
+        ranks = counted(len(self.ranks), "rank")
+        found = [
+            _table(f"Collectives from call to end, mean of {ranks}; includes waiting", "collective", self.operations),
+            _table(f"The calls that changed most, mean of {ranks}", "call", self.single),
+        ]
+        return [table for table in found if table.rows]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, in seconds."""
+        lists = {
+            name: [asdict(change) | {"change": change.seconds} for change in changes]
+            for name, changes in (("operations", self.operations), ("calls", self.single), ("gap", [self.gap]))
+        }
+        return {"before": self.before, "after": self.after, "ranks": [*self.ranks], "sentence": self.sentence} | lists
+
+
+@dataclass(frozen=True)
+class NotCompared:
+    """Why it is not known what changed between two runs made from files of other jobs."""
+
+    before: str
+    after: str
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        """Why, in words."""
+        return f"What changed from {self.before} to {self.after} is not known: {self.why}."
+
+    @property
+    def tables(self) -> list[Table]:
+        """None."""
+        return []
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"before": self.before, "after": self.after, "sentence": self.sentence}
+
+
+Difference: TypeAlias = "Changes | CallChanges | NotCompared"
+
+
+def of_folders(before: RunFolder, after: RunFolder) -> Difference | None:
     """What changed between two recorded runs, see `changes`."""
     followers = Follower(before), Follower(after)
     for follower in followers:
@@ -130,14 +210,27 @@ def name_of(state: RunState, run: str) -> str:
     return state.spec.script if state.imported and state.spec.script else run
 
 
-def changes(before: str, old: RunState, after: str, new: RunState) -> Changes | None:
-    """What changed from one run to another; None if they are not of the same kind of job (script or strategy, and
-    number of ranks), or have no profiled steps of the same ranks."""
+def changes(before: str, old: RunState, after: str, new: RunState) -> Difference | None:
+    """What changed from one run to another. If they are not of the same kind of job (script or strategy, and number of
+    ranks), or have recorded no steps or calls of the same ranks, None, and of two imported runs why."""
+    imported = bool(old.imported and new.imported)
     if (old.spec.strategy, old.world_size) != (new.spec.strategy, new.world_size):
-        return None
+        sizes = f"one is of {counted(old.world_size, 'rank')} and the other one of {new.world_size}"
+        return NotCompared(before, after, sizes) if imported else None
     ranks = [number for number, rank in old.ranks.items() if usual(rank) and _has_timelines(new, number)]
-    if not ranks:
-        return None
+    if ranks:
+        return _step_changes(before, old, after, new, ranks)
+    ranks = [number for number in old.ranks if _calls_of(old, number) and _calls_of(new, number)]
+    if ranks:
+        return _call_changes(before, old, after, new, ranks)
+    ranks = [number for number in old.ranks if imported and _timed(old, number) and _timed(new, number)]
+    if ranks:
+        return _logged_changes(before, old, after, new, ranks)
+    why = "no rank has profiled steps, collectives or times of steps in both; name files of the same kind of both jobs"
+    return NotCompared(before, after, why) if imported else None
+
+
+def _step_changes(before: str, old: RunState, after: str, new: RunState, ranks: Sequence[int]) -> Changes:
     of_old, of_new = ({rank: usual(state.ranks[rank]) for rank in ranks} for state in (old, new))
     by_rank = {rank: _compared(_parts, of_old[rank], of_new[rank]) for rank in ranks}
     all_old, all_new = ([one for timelines in of_run.values() for one in timelines] for of_run in (of_old, of_new))
@@ -157,6 +250,111 @@ def changes(before: str, old: RunState, after: str, new: RunState) -> Changes | 
         steps=steps,
         collectives=_sorted(_compared(_collectives, all_old, all_new)),
         kernels=[change for change in _sorted(_known_kernels(all_old, all_new)) if change.is_one],
+    )
+
+
+def _logged_changes(before: str, old: RunState, after: str, new: RunState, ranks: Sequence[int]) -> Changes:
+    """Of steps whose time alone is known, the median."""
+    by_rank = {rank: (_timed(old, rank), _timed(new, rank)) for rank in ranks}
+    both = [[seconds for sides in by_rank.values() for seconds in sides[side].values()] for side in (0, 1)]
+    steps = []
+    for number in sorted(set.intersection(*({*side} for sides in by_rank.values() for side in sides))):
+        times = [sum(sides[side][number] for sides in by_rank.values()) / len(ranks) for side in (0, 1)]
+        steps.append(Change(str(number), *times))
+    return Changes(
+        before=before,
+        after=after,
+        ranks=ranks,
+        parts=[Change(STEP, median(both[0]), median(both[1]))],
+        by_rank=[
+            Change(f"rank {rank}", median(then.values()), median(now.values())) for rank, (then, now) in by_rank.items()
+        ],
+        of_rank={},
+        steps=[change for change in _sorted(steps)[:_MOST] if change.is_one],
+        collectives=[],
+        kernels=[],
+        what="step",
+    )
+
+
+def _timed(state: RunState, number: int) -> dict[int, float]:
+    """By its number the seconds of each step of a rank, if they are known."""
+    rank = state.ranks.get(number)
+    columns = zip(rank.steps.step, rank.steps.seconds) if rank else ()
+    return {int(step): float(seconds) for step, seconds in columns if seconds > 0}
+
+
+def _call_changes(before: str, old: RunState, after: str, new: RunState, ranks: Sequence[int]) -> CallChanges:
+    by_rank = {rank: (_calls_of(old, rank), _calls_of(new, rank)) for rank in ranks}
+    then, now = ([call for sides in by_rank.values() for call in sides[side] if _has_end(call)] for side in (0, 1))
+    gaps = [median(gap for sides in by_rank.values() for gap in _gaps(sides[side])) for side in (0, 1)]
+    single = _means_of_calls(then, now, _numbered, 1)
+    return CallChanges(
+        before=before,
+        after=after,
+        ranks=ranks,
+        operations=_sorted(_means_of_calls(then, now, lambda call: f"{call.op} in {call.group}", len(ranks))),
+        single=[change for change in _sorted(single) if change.before and change.after and change.is_one],
+        gap=Change("gap", *gaps),
+        moved=_moved(before, after, by_rank),
+    )
+
+
+def _calls_of(state: RunState, number: int) -> list[Call]:
+    """The calls that a dump of this rank has, without times that reach its end because they did not end."""
+    rank = state.ranks.get(number)
+    recorded = [one for one in rank.timelines.values() if one.calls_only] if rank else []
+    return [
+        msgspec.structs.replace(call, end=call.start) if call.end >= one.seconds else call
+        for one in recorded
+        for call in one.comm
+    ]
+
+
+def _has_end(call: Call) -> bool:
+    """Whether it has ended, and the dump says when."""
+    return call.end > call.start
+
+
+def _gaps(calls: Sequence[Call]) -> list[float]:
+    """Seconds from each call of a rank to its next one."""
+    starts = sorted(call.start for call in calls)
+    return [later - earlier for earlier, later in pairwise(starts)]
+
+
+def _numbered(call: Call) -> str:
+    return f"{call.op} #{call.seq} in {call.group}"
+
+
+def _means_of_calls(
+    then: Iterable[Call], now: Iterable[Call], named: Callable[[Call], str], ranks: int
+) -> list[Change]:
+    """By name, the mean seconds of some calls of both runs, and how many there are for each of `ranks`."""
+    seconds: dict[str, tuple[list[float], list[float]]] = {}
+    for side, calls in enumerate((then, now)):
+        for call in calls:
+            seconds.setdefault(named(call), ([], []))[side].append(call.end - call.start)
+    means = {name: [sum(those) / max(1, len(those)) for those in sides] for name, sides in seconds.items()}
+    return [Change(name, *means[name], *(len(those) / ranks for those in seconds[name])) for name in seconds]
+
+
+def _moved(before: str, after: str, by_rank: Mapping[int, tuple[Sequence[Call], Sequence[Call]]]) -> str:
+    """Which call is the first to be another operation than the one with its number in the other run."""
+    found: list[tuple[float, int, Call, Call]] = []
+    alike = False
+    for rank, sides in by_rank.items():
+        then, now = ({(call.group, *(call.ranks or ()), call.seq): call for call in calls} for calls in sides)
+        both = [(then[key], now[key]) for key in then if key in now and key[-1] is not None]
+        alike = alike or bool(both)
+        found += [(one.start, rank, one, other) for one, other in both if one.op != other.op][:1]
+    if not alike:
+        return "No call has the same number in both, so calls are not compared one by one."
+    if not found:
+        return ""
+    _, rank, one, other = min(found, key=lambda row: row[:2])
+    return (
+        f"The first call that is another one is {_numbered(one)}, in whose place rank {rank} calls {other.op} in"
+        f" {after}: from there on, {before} and {after} do not do the same."
     )
 
 

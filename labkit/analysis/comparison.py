@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from labkit.analysis.changes import Changes, name_of
+from labkit.analysis.changes import Difference, name_of
 from labkit.analysis.equivalence import REFERENCE, Badge, badge, training
 from labkit.analysis.guess import SPEEDUP
 from labkit.analysis.metrics import efficiency, phase_shares, training_time
@@ -203,7 +203,7 @@ def _row(state: RunState, run: str) -> Row:
     return replace(row, seconds=seconds, epoch_seconds=seconds / steps * spec.steps_per_epoch)
 
 
-def document(found: Sequence[Row], left_out: Mapping[str, str], changed: Changes | None = None) -> dict[str, Any]:
+def document(found: Sequence[Row], left_out: Mapping[str, str], changed: Difference | None = None) -> dict[str, Any]:
     """The object that `compare --json` prints; what `changed` between two runs, if that is known."""
     elsewhere = {"note": RECORDED_NOTE, "rows": [_measured(row) for row in recorded_elsewhere(found)]}
     said = {"rows": [row.to_json() for row in found], "left_out": dict(left_out), "recorded_elsewhere": elsewhere}

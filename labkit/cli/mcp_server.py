@@ -1,6 +1,6 @@
 """The lab for assistants, over MCP (Model Context Protocol) on standard input and output: predictions, advice, recorded
 runs, findings, and what files of other jobs say. Nothing runs unless `--allow-run` was given: then an assistant can
-start runs and trace scripts of the user's own, which executes them."""
+start runs, run cells on ranks that stay, and trace scripts of the user's own, which executes them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def server(allow_run: bool = False) -> MCPServer:
     for tool in (strategies, script, advise, runs, show, findings, logs, explain, glossary):
         found.tool(annotations=ToolAnnotations(read_only_hint=True))(_refusing(tool))
     found.tool(annotations=ToolAnnotations(read_only_hint=not allow_run))(_refusing(_predict(allow_run)))
-    for tool in (run, stop) if allow_run else ():
+    for tool in (run, stop, cell) if allow_run else ():
         found.tool(annotations=ToolAnnotations(read_only_hint=False))(_refusing(tool))
     return found
 
@@ -161,3 +161,22 @@ def stop(name: _Name = "last") -> dict[str, Any]:
     running = Run.attach(name)
     running.stop()
     return running.summary()
+
+
+def cell(
+    code: str,
+    nproc: Annotated[int, Field(description="number of ranks; they are started by the first cell")] = 2,
+    device: Annotated[Literal["cpu", "cuda"] | None, Field(description="default: GPUs if there are enough")] = None,
+    ranks: Annotated[str, Field(description="some of them, such as 0,2 or 0-1; default: all")] = "",
+    limit: Annotated[float, Field(description="seconds after which the cell is interrupted")] = 60.0,
+) -> dict[str, Any]:
+    """Runs Python on ranks that stay, each with the variables of the cells before it, and returns what each printed,
+    the value of the last expression, and who waits for whom if a collective cannot complete. `torch`, `dist`, `rank`,
+    `world_size` and `device` are there, and the process group is initialised. `stop` with the name of the returned run
+    ends the ranks, and otherwise the end of the server does. These are not the ranks of a notebook.
+    """
+    from labkit.frontends.magic.kept import answer
+
+    line = f"{nproc}" + (f" --device {device}" if device else "")
+    succeeded, shown, name = answer(line, ranks, code, limit)
+    return {"succeeded": succeeded, "shown": shown, "run": name}

@@ -117,12 +117,14 @@ def _write(path: Path, page: str, args: argparse.Namespace) -> None:
 
 def explain(args: argparse.Namespace) -> int:
     """Prints what files of a job say that ran anywhere."""
+    from labkit.analysis.foreign.chrome import watched
     from labkit.api import explain as explained
 
     with Progress() as progress:
         progress.step("reading the files")
         try:
-            found = explained(*args.paths, keep=args.keep)
+            with watched(lambda path, share: progress.detail(f"{path.name}: {share:.0%}")):
+                found = explained(*args.paths, keep=args.keep)
         except ValueError as error:
             raise Refused(str(error), code=1) from None
         except OSError as error:

@@ -160,8 +160,14 @@ def test(args: argparse.Namespace) -> int:
     return max(codes)
 
 
-_CLIENTS = {"trackio": "0.43.0", "mlflow": "3.17.2", "kubeflow": "0.5.0"}  # MLflow brings pyarrow, too
-_TESTS_OF_CLIENTS = ("tests/exports/test_exports.py", "tests/launch/test_kubeflow.py")
+_CLIENTS = {  # MLflow brings pyarrow, too; the newest SkyPilot that pip installs next to the others
+    "trackio": "0.43.0",
+    "mlflow": "3.17.2",
+    "wandb": "0.31.0",
+    "kubeflow": "0.5.0",
+    "skypilot": "0.9.2",
+}
+_TESTS_OF_CLIENTS = ("tests/exports/test_exports.py", "tests/launch/test_kubeflow.py", "tests/jobs/test_pack.py")
 
 
 def _call_with_clients() -> int:
@@ -169,11 +175,12 @@ def _call_with_clients() -> int:
     which are not part of it because the lab must work without them. If they cannot be installed, it says so."""
     place = CLONE / ".venv-clients"
     python = str(place / VENV_PYTHON.relative_to(VENV))
-    has_all = f"import sys; from importlib.util import find_spec as has; sys.exit(not all(map(has, {[*_CLIENTS]})))"
+    modules = [environment.OPTIONAL[name] for name in _CLIENTS]
+    has_all = f"import sys; from importlib.util import find_spec as has; sys.exit(not all(map(has, {modules})))"
     if not place.exists() or subprocess.call([python, "-c", has_all]):
         paths = [path for path in sys.path if path.endswith("site-packages")]
         with Progress() as progress:
-            progress.step(f"installing {', '.join(_CLIENTS)} in {place} for the tests of exports")
+            progress.step(f"installing {', '.join(_CLIENTS)} in {place} for the tests that need them")
             made = subprocess.run([sys.executable, "-m", "venv", str(place)], capture_output=True, check=False)
             for libraries in [*place.glob("lib/*/site-packages"), *place.glob("Lib/site-packages")]:
                 lines = (f"import site; site.addsitedir({path!r})\n" for path in paths)
@@ -181,10 +188,10 @@ def _call_with_clients() -> int:
             versions = [f"{name}=={version}" for name, version in _CLIENTS.items()]
             install = [python, "-m", "pip", "install", "-q", "-c", str(environment.CONSTRAINTS), *versions]
             if made.returncode or subprocess.run(install, capture_output=True, check=False).returncode:
-                say(f"the tests of exports to {', '.join(_CLIENTS)} are skipped: these cannot be installed here")
+                say(f"the tests with {', '.join(_CLIENTS)} are skipped: these cannot be installed here")
                 return 0
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # for torchrun
-    chosen = "trackio or mlflow or parquet or kubeflow"
+    chosen = "parquet or skypilot_reads or trackio or mlflow or wandb or kubeflow"
     command = [python, "-m", "pytest", "-n", "2", "-k", chosen, *_TESTS_OF_CLIENTS]
     return subprocess.call(command, cwd=CLONE, env=os.environ | {"PATH": path, "PYTHONPATH": str(CLONE)})
 

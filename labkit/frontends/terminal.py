@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from labkit.analysis.changes import Changes
+from labkit.analysis.changes import Difference
 from labkit.analysis.comparison import HEADS, Row, cells, recorded_elsewhere, sentences
 from labkit.analysis.diagnose import Finding, findings
 from labkit.analysis.guess import sentences as predicted
@@ -281,7 +281,7 @@ def _figures(
 
 
 def comparison(
-    rows: Sequence[Row], left_out: Mapping[str, str], final: bool = True, changed: Changes | None = None
+    rows: Sequence[Row], left_out: Mapping[str, str], final: bool = True, changed: Difference | None = None
 ) -> RenderableType:
     """The table of a comparison with bars of the phases, recorded results of the same workload, the sentences about
     them, and what changed between two runs.

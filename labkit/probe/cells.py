@@ -7,7 +7,7 @@ cells, and a second thread answers questions meanwhile: where the rank is, which
 
 | asked (`do`) | answered |
 | --- | --- |
-| `run`: `cell` (a name), `code` | `done`: `seconds`, `peak`, `sent`, `calls`, `value`, `pictures`, `error`, `reports` |
+| `run`: `cell`, `code`, `up` | `done`: `seconds`, `peak`, `sent`, `calls`, `value`, `pictures`, `error`, `reports` |
 | `where` | `cell` and `line`, what it waits in (`call`, `pending`), seconds in which it was busy (`cpu`) |
 | `variables` | `rows`: name, type, shape, dtype, device, bytes of each |
 | `complete`: `text` | `completed`: `names` of variables, or of attributes, that begin with it |
@@ -19,6 +19,9 @@ cells, and a second thread answers questions meanwhile: where the rank is, which
 | `cut`: `peers` | nothing: the cell gets an error from the collective in which it waits |
 | `regroup`: `number` | `regrouped`: `error`, empty if the process group was made again |
 | `end` | the script continues after `serve` |
+
+If a cell raises an exception, the frames of the script in it are kept until the next cell. A cell with a number `up` is
+evaluated in one of them, with its variables: 0 is the innermost one. Without code, its value is a list of them.
 
 A rank that waits in a collective is in C++ and notices no signal. gloo returns from it with an error when a connection
 to another rank is closed, so `cut` shuts down those to the other ranks; NCCL is aborted. After that the process group
@@ -91,7 +94,8 @@ def _refuse_input(prompt: object = "") -> NoReturn:
 
 def _refuse_breakpoint(*_: object, **__: object) -> NoReturn:
     raise RuntimeError(
-        "breakpoint() cannot ask anyone on a rank: the variables of this cell stay, so look at them in the next one"
+        "breakpoint() cannot ask anyone on a rank, so it ends the cell here; %%ranks debug runs cells with the"
+        " variables of this place"
     )
 
 
@@ -107,6 +111,9 @@ class Cells:
         self._steps = steps_of_this_rank()
         self._cell = ""  # the name of the cell that runs
         self._cells: set[str] = set()
+        self._raised: list[
+            tuple[types.FrameType, int]
+        ] = []  # frames and lines of the last exception, the innermost first
         self._reports: dict[str, Any] = {}
         self._pictures: list[tuple[str, bytes]] = []
         self._places: dict[str, int] = {}  # by display id: the index of a picture
@@ -124,7 +131,7 @@ class Cells:
         self._send(did="ready", pid=os.getpid())
         while (message := self._asked.get())["do"] != "end":
             if message["do"] == "run":
-                self._run(message["cell"], message["code"])
+                self._run(message["cell"], message["code"], message["up"])
             elif message["do"] == "comm":
                 self._hear_view(message["id"], message["content"], message["buffers"])
             else:
@@ -200,8 +207,10 @@ class Cells:
         if self._steps:
             self._steps.cell_ends()
 
-    def _run(self, name: str, code: str) -> None:
+    def _run(self, name: str, code: str, up: int | None) -> None:
         self._cells.add(name)
+        if up is None:
+            self._raised.clear()  # and with it what its variables hold
         self._reports.clear()
         self._pictures.clear()
         self._places.clear()
@@ -218,13 +227,15 @@ class Cells:
                 self._cell = name
                 if "IPython" in sys.modules or any(package in code for package in _SHOWING):
                     self._ipython()
-                value = self._execute(name, code)
+                value = self._execute(name, code, self._namespace) if up is None else self._debug(name, code, up)
                 self._pictures += _figures()
                 _synchronize()
             finally:
                 self._cell = ""
         except BaseException as raised:
             error = _described(clean(raised), name)
+            if up is None:
+                self._raised = _own_frames(raised)
         seconds = time.perf_counter() - begun
         self._idle()
         for stream in (sys.stdout, sys.stderr):
@@ -244,20 +255,31 @@ class Cells:
             calls=_calls(),
         )
 
-    def _execute(self, name: str, code: str) -> str:
-        """Runs a cell, and returns the value of its last expression as text; empty if there is none, or if it is a
-        picture. A table or a chart is both: what a browser shows, and text."""
+    def _debug(self, name: str, code: str, up: int) -> str:
+        """Runs a cell with the variables of a frame of the last exception; without code, the value is all frames."""
+        if not self._raised:
+            raise LookupError("the exception has no place in the script")
+        if up >= len(self._raised):
+            raise LookupError(f"there are {len(self._raised)} places; the last one is up {len(self._raised) - 1}")
+        if not code.strip():
+            return clipped("\n".join(_frame_text(number, *frame) for number, frame in enumerate(self._raised)), _VALUE)
+        frame, _ = self._raised[up]
+        return self._execute(name, code, {**frame.f_globals, **frame.f_locals})
+
+    def _execute(self, name: str, code: str, namespace: dict[str, Any]) -> str:
+        """Runs a cell in `namespace`, and returns the value of its last expression as text; empty if there is none, or
+        if it is a picture. A table or a chart is both: what a browser shows, and text."""
         tree = ast.parse(code, name)
         is_shown = tree.body and isinstance(tree.body[-1], ast.Expr) and not code.rstrip().endswith(";")
         last = tree.body.pop() if is_shown else None
-        self._evaluate(compile(tree, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True))
+        self._evaluate(compile(tree, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True), namespace)
         if not isinstance(last, ast.Expr):
             return ""
         flags = _flags(tree) | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-        value = self._evaluate(compile(ast.Expression(last.value), name, "eval", flags, dont_inherit=True))
+        value = self._evaluate(compile(ast.Expression(last.value), name, "eval", flags, dont_inherit=True), namespace)
         if value is None:
             return ""
-        self._namespace["_"] = value
+        namespace["_"] = value
         if picture := _picture(value):
             self._pictures.append(picture)
             return ""
@@ -267,8 +289,8 @@ class Cells:
                 return ""
         return _text(value)
 
-    def _evaluate(self, code: types.CodeType) -> Any:
-        value = eval(code, self._namespace)
+    def _evaluate(self, code: types.CodeType, namespace: dict[str, Any]) -> Any:
+        value = eval(code, namespace)
         if not code.co_flags & inspect.CO_COROUTINE:
             return value
         self._loop = self._loop or asyncio.new_event_loop()
@@ -564,6 +586,27 @@ def _described(error: BaseException, cell: str) -> dict[str, Any]:
         "traceback": clipped("".join(short.format()).rstrip()),
         "line": lines[-1] if lines else 0,
     }
+
+
+def _own_frames(error: BaseException) -> list[tuple[types.FrameType, int]]:
+    """The frames of an exception outside of libraries with their lines, the innermost first; all if there is no other.
+    A frame that is still running, such as that of a generator, has its present variables."""
+    frames = [*traceback.walk_tb(error.__traceback__)][::-1]
+    own = [frame for frame in frames if not any(place in frame[0].f_code.co_filename for place in LIBRARIES)]
+    return own or frames
+
+
+def _frame_text(number: int, frame: types.FrameType, line: int) -> str:
+    """A frame with its variables, `up 1: step, line 3 of Cell In[4]`; of the cell itself, only those of functions."""
+    code = frame.f_code
+    lines = [f"up {number}: {code.co_name}, line {line} of {Path(code.co_filename).name}"]
+    for name, value in frame.f_locals.items() if code.co_name != "<module>" else ():
+        facts: dict[str, Any] = {}
+        with suppress(Exception):  # a class may do anything when it is asked
+            facts = _facts(value)
+        said = " ".join(str(facts[fact]) for fact in ("shape", "dtype", "device") if fact in facts)
+        lines.append(f"    {name}: {type(value).__name__} {said}".rstrip())
+    return "\n".join(lines)
 
 
 def _message(error: BaseException) -> str:

@@ -4,13 +4,14 @@ length.
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 import threading
 import traceback
 from pathlib import Path
 from types import FrameType
+
+from labkit.record.garbage import uncollected
 
 TEXT_LIMIT = 1 << 14  # characters of a traceback, or of any other text of an event
 MESSAGE_LIMIT = 1 << 12  # characters of an error's message, which findings search with regular expressions
@@ -51,13 +52,8 @@ def frame_of(thread: threading.Thread) -> FrameType | None:
     Before Python 3.12, a garbage collection inside `sys._current_frames` can block the process for ever with the GIL
     held, for example when it frees a `threading.local` (python/cpython#106883), so there is none meanwhile.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         return sys._current_frames().get(thread.ident or 0)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def of_script(frame: FrameType | None = None) -> list[traceback.FrameSummary]:

@@ -73,10 +73,11 @@ def check_task(text: str) -> None:
     `SpecError` with what it refuses."""
     if not has("skypilot"):
         return
+    import yaml
     from sky import Task
 
     try:
-        Task.from_yaml_str(text)
+        Task.from_yaml_config(yaml.safe_load(text))
     except Exception as error:  # those of its schema and of its resources have no common class
         said = visible_line(" ".join(str(error).split()))
         why = f"SkyPilot refuses the task: {said}; check gpu, cpus and container of the profile"

@@ -54,6 +54,15 @@ def changed(rank: int, **changes: Any) -> dict:
     return entries
 
 
+def of(rank: int, op: str, **changes: Any) -> dict:
+    """All call `op` as the fifth, one of them with changes."""
+    entries = job(4)
+    for calls in entries.values():
+        calls[4:] = [call(5, op, "started")]
+    entries[rank][4] |= changes
+    return entries
+
+
 def gathers(outputs: list[list[int]]) -> dict:
     entries = job(4)
     for calls in entries.values():
@@ -83,6 +92,10 @@ SCENARIOS = {
     "size": (changed(3, sizes=[[7]]), ("size", 5, {3})),
     "dtype": (changed(1, dtype="Half"), ("dtype", 5, {1})),
     "state": (changed(2, state="scheduled"), ("state", 5, {2})),
+    "broadcast of another dtype": (of(3, "broadcast", output_dtypes=["Half"]), ("dtype", 5, {3})),
+    "gather of another dtype": (of(3, "gather", input_dtypes=["Half"]), ("dtype", 5, {3})),
+    "scatter of another dtype": (of(3, "scatter", output_dtypes=["Half"]), ("dtype", 5, {3})),
+    "broadcast from another dtype": (of(3, "broadcast", input_dtypes=["Half"]), None),
     "gathered": (gathers([[32]]), None),
     "gathered wrong": (gathers([[31]]), ("size", 7, {1, 2, 3})),
     "exchanged": (exchanges(9), None),
@@ -199,6 +212,36 @@ def test_the_cause_comes_before_what_waits_for_it(tmp_path):
         "rank 3 never called all_reduce #1 (train.py:40) of group 2 (pair)",
         "ranks 2, 3 never called all_reduce #2 (train.py:88) of group 0 (default_pg)",
     ]
+
+
+def test_of_several_missing_ranks_the_one_that_waits_for_no_other_is_to_be_looked_at(tmp_path):
+    """Rank 1 waits for rank 2 in their pair, so that it misses the call of the world as well; rank 2 does neither."""
+    pair = ("2", "pair")
+    entries = {rank: [call(1), call(2, state="started")] for rank in (0, 3)}
+    entries[1] = [call(1), call(1, state="started", process_group=pair, pg_id=2, line=40)]
+    entries[2] = [call(1)]
+    groups = {rank: {WORLD: range(4)} | ({pair: (1, 2)} if rank in (1, 2) else {}) for rank in entries}
+    found = page(write(tmp_path, {rank: dump(calls, groups[rank]) for rank, calls in entries.items()}))
+    (world,) = [finding for finding in found.findings if "default_pg" in finding.title]
+    assert world.ranks == (1, 2)
+    assert "look at what rank 2 does after that call" in world.fix
+
+
+def test_of_a_group_whose_ranks_are_not_recorded_nobody_is_known_to_be_complete(tmp_path):
+    """Dumps of gloo have no groups: rank 0 waits for rank 1 in their pair, and the others in the world for rank 0."""
+    pair = ("1", "pair")
+    content = {rank: dump([call(1), call(2, state="scheduled")], {("", ""): (rank,)}) for rank in range(3)}
+    content[0]["entries"][1:] = [call(1, state="scheduled", process_group=pair, pg_id=1)]
+    content[2]["entries"] = []
+    found = page(write(tmp_path, content))
+    assert [(problem["kind"], problem["ranks"]) for problem in found.figures["problems"]] == [
+        ("missing", [2]),
+        ("undecided", []),
+    ]
+    assert found.findings[1].title == (
+        "all_reduce #1 (train.py:88) of group 1 (pair) did not complete, and the dumps do not say which ranks are in"
+        " this group"
+    )
 
 
 def test_a_missing_rank_comes_before_a_collective_in_different_states(tmp_path):

@@ -73,6 +73,25 @@ def test_a_line_that_is_about_no_step_of_training(line):
     assert step_in(line) is None
 
 
+def test_of_too_many_steps_the_curve_reaches_the_end_and_the_first_loss_without_value_is_exact(tmp_path, monkeypatch):
+    monkeypatch.setattr("labkit.analysis.foreign.logs._MOST_STEPS", 100)
+    lines = [f"step {number}: loss {'nan' if number >= 777 else 2.5}" for number in range(2000)]
+    found = page(tmp_path, "\n".join(lines))
+    steps = [row["step"] for row in found.figures["steps"][0]]
+    assert len(steps) <= 100 and steps[0] == 0 and steps[-1] == 1999
+    assert found.findings[0].title == "the loss becomes nan in step 777"
+    assert "Of more than 100 steps of a rank, some are left out, most of them early ones." in found.notes
+
+
+def test_a_log_with_bytes_of_another_encoding_is_read(tmp_path):
+    path = tmp_path / "job.log"
+    path.write_bytes("step 1: loss 2.5 für immer\n".encode("latin-1") * 5)
+    assert opening.explain([path])[0].figures["steps"][0] == [{"step": 1, "loss": 2.5, "seconds": None}]
+    path.write_bytes(b"\xe9" * 500)
+    with pytest.raises(ForeignError, match="nothing that can be explained"):
+        opening.explain([path])
+
+
 def test_losses_and_times_of_a_log_are_told(tmp_path):
     lines = [
         f"2026-01-02 03:04:{second:02} step {step} loss {8 / step}" for step, second in ((10, 0), (20, 5), (40, 25))
@@ -635,3 +654,22 @@ def test_a_hundred_damaged_logs(tmp_path, failed):
             assert b"\0" in data[: 1 << 16] or data[: 1 << 16].decode(errors="ignore") != data[: 1 << 16].decode(
                 "latin"
             )
+
+
+def test_mutated_logs_never_crash(failed, tmp_path):
+    generator = random.Random(5)
+    lines = [*STEPS, *(failed / "all.txt").read_text(encoding="utf-8").splitlines()]
+    lines.append("node-1:7:9 [0] NCCL INFO Channel 00/0 : 3[1] -> 0[0] [receive] via NET/Socket/0")
+    lines.append("srun: error: node-1: task 1: Out Of Memory")
+    plain = "\n".join(lines).encode()
+    tokens = [b"\0", b"\xff\xfe", b"Traceback (most recent call last):\n", b"[rank7]: ", b"{", b"9" * 40, b"\n", b"\r"]
+    for number in range(100):
+        data = bytearray(plain)
+        for _ in range(generator.randrange(1, 9)):
+            at = generator.randrange(len(data))
+            data[at : at + generator.randrange(400)] = generator.choice(tokens)
+        path = tmp_path / f"{number}.log"
+        path.write_bytes(data)
+        (found,) = opening.explain([path])
+        json.dumps(found.figures, allow_nan=False)
+        list(found.events())

@@ -9,7 +9,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from chrome_traces import ALL_REDUCE, all_reduce, event, kernel, step, trace, write
+from chrome_traces import ALL_REDUCE, all_reduce, event, hostile, kernel, step, trace, write
 from places import ROOT
 
 from labkit.analysis.foreign import chrome, opening
@@ -36,21 +36,37 @@ def page(path: Path) -> Page:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_real_traces_agree_with_holistic_trace_analysis(name):
-    if not (TRACES / name).exists():
+def test_traces_agree_with_holistic_trace_analysis(name, tmp_path):
+    """Real ones, and generated ones (`hostile_07.json.gz`)."""
+    path = TRACES / name
+    if name.startswith("hostile_"):
+        path = write(tmp_path / name, hostile(int(name[8:10])))
+    elif not path.exists():
         pytest.skip(f"{TRACES} is not here")
-    expected, total = EXPECTED[name], analyse(read_profile(TRACES / name)).total
+    expected, total = EXPECTED[name], analyse(read_profile(path)).total
     assert total.span * 1e6 == pytest.approx(float(expected["kernel_us"]), rel=0.01)
     assert total.idle * 1e6 == pytest.approx(float(expected["idle_us"]), rel=0.01)
     assert total.computation * 1e6 == pytest.approx(float(expected["compute_us"]), rel=0.01)
     if expected["overlap_percent"]:
         overlap = 100 * total.overlapped / total.communication
-        assert overlap == pytest.approx(float(expected["overlap_percent"]), rel=0.01)
+        assert overlap == pytest.approx(float(expected["overlap_percent"]), rel=0.01, abs=0.006)  # two digits
     else:
         assert total.communication == 0
 
 
 # ---- the breakdown of a step
+
+
+def test_what_share_of_a_file_is_read_can_be_watched(tmp_path, monkeypatch):
+    monkeypatch.setattr(chrome, "_CHUNK", 1 << 12)
+    path = write(tmp_path / "a.json", hostile(1))
+    shares: list[float] = []
+    with chrome.watched(lambda read, share: shares.append(share)):
+        read_profile(path)
+    assert len(shares) > 5 and shares == sorted(shares) and shares[0] < shares[-1] == 1
+    before = len(shares)
+    read_profile(path)
+    assert len(shares) == before, "only within it"
 
 
 def test_breakdown_of_a_step(tmp_path):
@@ -144,6 +160,24 @@ def test_without_sizes_no_bandwidth_is_given(tmp_path):
     assert found.figures["collectives"][0]["bus_bandwidth"] is None
     assert any("Bus bandwidth needs" in note for note in found.notes)
     assert any("1 of 2 ranks are here" in note for note in found.notes)
+
+
+def test_without_groups_collectives_are_matched_that_every_rank_has_called(tmp_path):
+    """On gloo: ranks 0 and 1 also call one in their pair, which the trace does not tell from the others."""
+    paths = []
+    for rank in range(3):
+        events = [event("cpu_op", "aten::mm", 0, 100)]
+        for number in range(4):
+            begin = 1000 * number + (300 if rank == 2 else 100)
+            sizes = {"Input Dims": [[64]], "Input type": ["float"]}
+            events.append(event("user_annotation", "gloo:all_reduce", begin, 1000 * number + 400 - begin, **sizes))
+            if rank < 2:
+                pair = sizes | {"Input Dims": [[8]]}
+                events.append(event("user_annotation", "gloo:all_reduce", 1000 * number + 500, 50, **pair))
+        content = trace(events, rank=rank, world_size=3, host_name="node-7", deviceProperties=[])
+        paths.append(write(tmp_path / f"rank{rank}.json", content))
+    late = arrivals([analyse(read_profile(path)) for path in paths])
+    assert (late.matched, late.last[2]) == (4, 4)
 
 
 def test_the_rank_that_arrives_last_is_found_although_its_clock_is_wrong(tmp_path):

@@ -123,7 +123,6 @@ def test_dumps_of_the_flight_recorder_are_a_time_line_of_collectives(tmp_path):
     assert one.t0 == pytest.approx(begun * 1e-9 + 0.02, abs=1e-3)
     assert scene(state).what == timeline(state).title.lower() == "the recorded collectives"
     assert recorded_summary(folder).ranks[0].communication is None
-    assert of_folders(folder, folder) is None
     assert "Traceback" not in everything(folder)
 
 
@@ -256,4 +255,58 @@ def test_compare_prints_and_writes_what_changed(tmp_path, capsys):
 def test_different_jobs_are_not_subtracted(tmp_path):
     whole = kept(job(tmp_path / "one"), name="two")
     write(tmp_path / "alone.json", trace(steps_of(500), world_size=1))
-    assert of_folders(whole, kept(tmp_path / "alone.json", name="one")) is None
+    said = of_folders(whole, kept(tmp_path / "alone.json", name="one")).sentence
+    assert said == "What changed from two to one is not known: one is of 2 ranks and the other one of 1."
+
+
+MOMENT = 1_795_772_571_000_000_000  # ns since 1970
+
+
+def recorded_calls(folder: Path, seconds: float, apart: float, replaced: int = 0) -> Path:
+    """Dumps of two ranks with ten calls, each of which takes `seconds`, `apart` from each other, the last without an
+    end; rank 1 calls a broadcast in the place of `replaced`."""
+    entries: dict[int, list] = {0: [], 1: []}
+    for rank, calls in entries.items():
+        for number in range(1, 11):
+            begun, done = MOMENT + int(number * apart * 1e9), number < 10
+            ended = begun + int(seconds * 1e9) if done else None
+            op = "broadcast" if (rank, number) == (1, replaced) else "all_reduce"
+            state = "completed" if done else "started"
+            calls.append(call(number, op, state, time_created_ns=begun, time_discovered_completed_ns=ended))
+    return write_dumps(folder, {rank: dump(calls, {WORLD: (0, 1)}) for rank, calls in entries.items()})
+
+
+def test_collectives_of_two_dumps_are_compared(tmp_path):
+    before = kept(recorded_calls(tmp_path / "one", 0.002, 0.020), name="before")
+    after = kept(recorded_calls(tmp_path / "two", 0.003, 0.030, replaced=7), name="after")
+    changed = of_folders(before, after)
+    operations = {change.name: change for change in changed.operations}
+    reduced = operations["all_reduce in default_pg"]
+    assert (reduced.before, reduced.after) == pytest.approx((0.002, 0.003), rel=1e-3)
+    assert (reduced.count_before, reduced.count_after) == (9, 8.5)  # the tenth has not ended
+    assert changed.gap.seconds == pytest.approx(0.010, rel=1e-3)
+    assert {change.name for change in changed.single} == {
+        f"all_reduce #{number} in default_pg" for number in range(1, 10)
+    }
+    assert (
+        "The first call that is another one is all_reduce #7 in default_pg, in whose place rank 1" in changed.sentence
+    )
+    assert "is of the same" not in of_folders(before, kept(tmp_path / "one", name="again")).moved
+    json.dumps(changed.to_json())
+
+
+def test_dumps_without_ends_say_so(tmp_path):
+    """Those of gloo."""
+    for name in ("one", "two"):
+        kept(recorded_calls(tmp_path / name, 0, 0.020), name=name)
+    assert "When calls ended is not in these dumps." in of_folders(*map(RunFolder.find, ("one", "two"))).sentence
+
+
+def test_steps_of_two_logs_are_compared(tmp_path):
+    for name, seconds in (("one", 0.25), ("two", 0.5)):
+        lines = [f"[rank{rank}]: step {step}: loss 2.0, step time: {seconds} s" for step in range(5) for rank in (0, 1)]
+        (tmp_path / f"{name}.log").write_text("\n".join(lines), encoding="utf-8")
+        kept(tmp_path / f"{name}.log", name=name)
+    changed = of_folders(*map(RunFolder.find, ("one", "two")))
+    assert changed.sentence.startswith("A step takes 500 ms in two and 250 ms in one: +250 ms (+100 %).")
+    assert [change.name for change in changed.by_rank] == ["rank 0", "rank 1"]

@@ -70,12 +70,24 @@ async def reads(client: Client, name: str, log: str) -> None:
 
 
 async def runs_something(client: Client) -> None:
-    assert {tool.name for tool in (await client.list_tools()).tools} == READS | {"run", "stop"}
+    assert {tool.name for tool in (await client.list_tools()).tools} == READS | {"run", "stop", "cell"}
     settings = {"workload": "mlp", "nproc": 2, "device": "cpu", "samples": 128, "batch_size": 32, "steps": 2}
     summary = await answer(client, "run", what="ddp", settings=settings, wait=120)
     assert (summary["state"], summary["world_size"]) == ("finished", 2)
     assert "step" in await answer(client, "logs", stream="stdout")
     assert (await answer(client, "stop"))["state"] == "finished", "a run that is over is not changed"
+    first = await answer(client, "cell", code="x = torch.ones(1) * rank\ndist.all_reduce(x)", device="cpu")
+    assert first["succeeded"] and "ran on ranks 0–1" in first["shown"]
+    second = await answer(client, "cell", code="x + rank", device="cpu", ranks="1")
+    assert "tensor([2.])" in second["shown"] and second["run"] == first["run"], "variables stay"
+    hung = await answer(client, "cell", code="if rank == 0:\n    dist.barrier()", device="cpu")
+    assert not hung["succeeded"] and "rank 0 waited in barrier" in hung["shown"]
+    endless = await answer(client, "cell", code="while True: time.sleep(0.1)", device="cpu", limit=1)
+    assert not endless["succeeded"] and "interrupted after" in endless["shown"]
+    assert "tensor([1.])" in (await answer(client, "cell", code="x", device="cpu"))["shown"]
+    assert "the cell does not parse, line 1" in await refusal(client, "cell", code="x = (", device="cpu")
+    assert "2 CPU ranks stay here already" in await refusal(client, "cell", code="x", nproc=1, device="cpu")
+    assert (await answer(client, "stop", name=first["run"]))["state"] == "stopped"
 
 
 def test_an_assistant_reads_predicts_and_is_refused(runs, tmp_path):

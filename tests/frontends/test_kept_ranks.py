@@ -229,6 +229,28 @@ def test_an_exception_on_one_rank_frees_those_that_wait_for_it(front):
     assert "tensor([3.])" in front.shows("%%ranks\ndist.all_reduce(held)\nheld")
 
 
+def test_the_place_of_an_exception_can_be_looked_at_until_the_next_cell(front):
+    function = (
+        "def part(n):\n    mine = torch.ones(2) * rank\n    if rank == 1:\n        breakpoint()\n    return mine\n"
+    )
+    shown = front.shows(f"%%ranks\n{function}def call(depth):\n    part(depth + 1)\ncall(4)")
+    assert "rank 1 failed at line 5: RuntimeError: breakpoint() cannot ask anyone" in shown
+    listed = front.shows("%ranks debug")
+    assert (
+        "up 0: part, line 5 of Cell In" in listed and "mine: Tensor [2] float32 cpu" in listed and "n: int 5" in listed
+    )
+    assert "up 1: call, line 8 of" in listed and "up 2: <module>, line 9 of" in listed and "rank 0" not in listed
+    shown = front.shows("%%ranks debug 1\nmine += 1\nfound = [n + extra for extra in (1, 2)]\n(mine, found, rank)")
+    assert "(tensor([2., 2.]), [6, 7], 1)" in shown
+    assert "NameError" in front.shows("%%ranks debug\nfound"), "a name that is set there is gone afterwards"
+    assert "tensor([2., 2.])" in front.shows("%%ranks debug\nmine"), "an exception there changes no place"
+    assert "\n4\n" in front.shows("%%ranks debug up\ndepth") + "\n"
+    assert "there are 3 places; the last one is up 2" in front.shows("%%ranks debug 1 up 7\n1")
+    assert "rank 0 raised no exception in the last cell; rank 1 did" in front.shows("%%ranks debug 0\n1")
+    front.shows("%%ranks\npass")
+    assert "no rank raised an exception in its last cell" in front.shows("%%ranks debug\nmine")
+
+
 def test_a_cell_on_one_rank_does_not_wait_for_those_that_are_not_in_it(front):
     shown = front.shows("%%ranks 0\ndist.barrier()")
     assert "rank 0 waited in barrier" in shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
@@ -77,3 +78,34 @@ def job(folder: Path, lasts: tuple[float, float] = (500, 500)) -> Path:
         content = trace(steps_of(of_rank), rank=rank, baseTimeNanoseconds=1_700_000_000_000_000_000, host_name="node-7")
         write(folder / f"rank{rank}.json.gz", content)
     return folder
+
+
+_COMMUNICATION = (ALL_REDUCE, "ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)")
+_ROCM = ("ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)", "Cijk_Ailk_Bljk_SB_MT128x64x8")
+_COMPUTATION = (GEMM, "triton_poi_fused_add_0", "memcpy128", "Kernel_with_nccl_in_its_name", "ampere_sgemm_128x64_tn")
+_COPIES = ("Memcpy DtoH (Device -> Pageable)", "Memset (Device)")
+
+
+def hostile(seed: int) -> dict[str, Any]:
+    """A trace of several streams, with kernels that overlap, contain each other or last no time, copies, and events in
+    any order; for some seeds of ROCm, without a step in the middle, or without steps."""
+    chosen = random.Random(seed)
+    numbers = [3, 4, 5, 6] if seed % 3 else [3, 5, 6]
+    streams, events, now = 1 + seed % 4, [], 0.0
+    for number in numbers:
+        begin, free = now, [now + 20] * streams
+        for _ in range(chosen.randint(5, 40)):
+            now += chosen.uniform(1, 30)
+            kinds = [_COMMUNICATION, _COMPUTATION, _COPIES] if seed % 2 else [_ROCM, _COMPUTATION, _COPIES]
+            name = chosen.choice(chosen.choices(kinds, (3, 5, 1))[0])
+            stream = chosen.randrange(streams)
+            start = max(free[stream], now + 5) + chosen.choice([0, 0, chosen.uniform(0, 50)])
+            lasts = chosen.choice([0, 1, chosen.uniform(1, 20), chosen.uniform(1, 400)])
+            free[stream] = start + lasts
+            events += kernel(round(start, 3), round(lasts, 3), name, launched=round(now, 3), stream=stream)
+        now += chosen.uniform(1, 100)
+        if seed % 5:
+            events.append(step(number, round(begin, 3), round(now - begin, 3)))
+    if seed % 2:
+        chosen.shuffle(events)
+    return trace(events)

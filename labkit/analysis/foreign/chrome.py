@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import re
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -38,11 +40,25 @@ _LARGEST_EVENT = 16 << 20  # bytes; also of what stands before or after the even
 _LARGEST_FILE = 16 << 30  # bytes, decompressed
 
 
+_watcher: ContextVar[Callable[[Path, float], None]] = ContextVar("watcher", default=lambda path, share: None)
+
+
+@contextmanager
+def watched(watcher: Callable[[Path, float], None]) -> Iterator[None]:
+    """Within it, `watcher` is called with the path of a file and the share that has been read of it, for each chunk."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
 class Content:
     """The decompressed content of an open file. `cut` says why it ends early, and is empty if it does not."""
 
     def __init__(self, file: BinaryIO, path: Path):
         self._path, self._read, self.cut = path, 0, ""
+        self._raw, self._size = file, max(1, os.fstat(file.fileno()).st_size)
         compressed = file.read(len(GZIP)) == GZIP
         file.seek(0)
         self._file: Any = gzip.GzipFile(fileobj=file) if compressed else file
@@ -58,6 +74,7 @@ class Content:
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             self.cut = f"its compressed data is damaged ({error})"
         self._read += len(data)
+        _watcher.get()(self._path, self._raw.tell() / self._size)
         if self._read > _LARGEST_FILE:
             raise ForeignError(
                 f"{self._path} has more than {size(_LARGEST_FILE)} of events; profile fewer steps:"

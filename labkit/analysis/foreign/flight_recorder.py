@@ -66,6 +66,11 @@ class Entry(NamedTuple):
     backend: str
 
     @property
+    def says(self) -> tuple[Any, ...]:
+        """What the calls of two ranks are compared by."""
+        return self.op, self.state, self.inputs, self.outputs, self.input_types, self.output_types
+
+    @property
     def done(self) -> bool:
         """Whether it is over."""
         return self.state == "completed"
@@ -212,7 +217,8 @@ Kind = Literal["missing", "unmatched", "operation", "size", "dtype", "state", "s
 @dataclass(frozen=True)
 class Problem:
     """The first collective of a group that cannot complete. `ranks` are those that miss it or differ from the others,
-    all if every rank is stuck in it, those without a dump if it cannot be decided. `entries` are the calls of the ranks
+    all if every rank is stuck in it, those without a dump if it cannot be decided: none if its members are not
+    recorded. `entries` are the calls of the ranks
     that have it, and `difference` says how two of them differ."""
 
     kind: Kind
@@ -227,20 +233,21 @@ class Problem:
 
 @dataclass
 class Group:
-    """A process group: its members, those of them without a dump, and the calls of each rank by their number. `first`
-    is the oldest number that all ranks still have in their buffers."""
+    """A process group: its members, whether they are `recorded`, those of them without a dump, and the calls of each
+    rank by their number. `first` is the oldest number that all ranks still have in their buffers."""
 
     name: str
     description: str
     members: tuple[int, ...]
+    recorded: bool
     without_dump: tuple[int, ...]
     calls: Mapping[int, Mapping[int, Sequence[Entry]]]
     first: int
 
 
 def groups(dumps: Sequence[Dump]) -> list[Group]:
-    """The process groups of all dumps. If the ranks of a group are not recorded, those that called a collective of it
-    are its members."""
+    """The process groups of all dumps. If the ranks of a group are not recorded, as on gloo, those that called a
+    collective of it are its members, or all ranks with a dump if it is the default group."""
     here = {dump.rank for dump in dumps}
     wrapped = {dump.rank for dump in dumps if dump.entries and dump.entries[0].record > 0}
     called: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, list[Entry]]]] = defaultdict(dict)
@@ -251,11 +258,11 @@ def groups(dumps: Sequence[Dump]) -> list[Group]:
                 by_number.setdefault(entry.number, []).append(entry)
     found = []
     for (name, recorded), calls in called.items():
-        members = recorded or tuple(sorted(calls))
-        first = max((min(numbers) for rank, numbers in calls.items() if rank in wrapped), default=0)
         description = next(iter(next(iter(calls.values())).values()))[0].description
+        members = recorded or tuple(sorted(here if description == "default_pg" else calls))
+        first = max((min(numbers) for rank, numbers in calls.items() if rank in wrapped), default=0)
         missing = tuple(rank for rank in members if rank not in here)
-        found.append(Group(name, description, members, missing, calls, first))
+        found.append(Group(name, description, members, bool(recorded), missing, calls, first))
     return found
 
 
@@ -296,11 +303,14 @@ def _problem_of(
     ]
     if missing:
         return found("missing", missing)
-    differences = {
-        rank: difference
-        for rank, calls in entries.items()
-        if rank != usual and (difference := _difference(entries[usual], calls, len(group.members)))
-    }
+    alike: dict[tuple[Any, ...], _Difference | None] = {}  # by what the calls say, which most ranks have in common
+    differences: dict[int, _Difference] = {}
+    for rank, calls in entries.items():
+        says = tuple(entry.says for entry in calls)
+        if says not in alike:
+            alike[says] = _difference(entries[usual], calls, len(group.members))
+        if (difference := alike[says]) is not None and rank != usual:
+            differences[rank] = difference
     if differences:
         kinds = [kind for kind, _ in differences.values()]
         kind = next(kind for kind in _KINDS if kind in kinds)
@@ -317,7 +327,8 @@ def _problem_of(
             return found("size", group.members, words)
     if last[usual].done:
         return None
-    return found("undecided", group.without_dump) if group.without_dump else found("stuck", group.members)
+    decided = not group.without_dump and (group.recorded or group.description == "default_pg")
+    return found("stuck", group.members) if decided else found("undecided", group.without_dump)
 
 
 def _usual(entries: Mapping[int, Sequence[Entry]]) -> int:
@@ -355,12 +366,12 @@ def _differs(entry: Entry, other: Entry, ranks: int) -> _Difference | None:
         return "size", (f"input {_in_words(entry.inputs)}", f"output {_in_words(other.outputs)}, of {ranks} ranks")
     if op in _SCATTERS and _elements(other.inputs[:1]) != ranks * _elements(entry.outputs[:1]):
         return "size", (f"output {_in_words(entry.outputs)}", f"input {_in_words(other.inputs)}, of {ranks} ranks")
-    for our_types, their_types, shapes in (
-        (entry.input_types, other.input_types, (entry.inputs, other.inputs)),
-        (entry.output_types, other.output_types, (entry.outputs, other.outputs)),
-        (entry.input_types, entry.output_types, (entry.inputs, entry.outputs)),
+    for our_types, their_types, shapes, rank_dependent in (
+        (entry.input_types, other.input_types, (entry.inputs, other.inputs), ("scatter", "broadcast")),
+        (entry.output_types, other.output_types, (entry.outputs, other.outputs), ("gather",)),
+        (entry.input_types, entry.output_types, (entry.inputs, entry.outputs), ("scatter", "gather", "broadcast")),
     ):
-        compared = op not in ("scatter", "broadcast", "gather") and all(shape and shape[0] for shape in shapes)
+        compared = op not in rank_dependent and all(shape and shape[0] for shape in shapes)
         if compared and set(our_types) != set(their_types):
             return "dtype", (f"{op} of {', '.join(our_types)}", f"{op} of {', '.join(their_types)}")
     if entry.state != other.state:
@@ -437,12 +448,15 @@ def _call(entry: Entry) -> str:
 
 def _missing(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
     ranks = _ranks_in_words(found.ranks, found.members)
-    first, called = found.ranks[0], _call(found.entry)
+    called = _call(found.entry)
     if found.kind == "unmatched":
         called = f"{'recv' if found.entry.op.startswith('send') else 'send'} for {called}"
-    before = next(iter(dumps[first].entries[-1:]), None)
-    elsewhere = before is not None and not before.done
-    newest = f"; rank {first} called {_call(before)} of group {before.group} last, {before.state}" if before else ""
+    before = {rank: dumps[rank].entries[-1] for rank in found.ranks if dumps[rank].entries}
+    busy = [rank for rank in found.ranks if rank not in before or before[rank].done]  # they wait for no other rank
+    first = busy[0] if busy else found.ranks[0]
+    elsewhere = not busy
+    last = before.get(first)
+    newest = f"; rank {first} called {_call(last)} of group {last.group} last, {last.state}" if last else ""
     states = ", ".join(f"{count} {state}" for state, count in Counter(e.state for e in found.entries.values()).items())
     return Finding(
         name="missing_in_collective",
@@ -529,14 +543,22 @@ def _stuck(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
 
 
 def _undecided(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
-    absent = _ranks_in_words(found.ranks)
+    called, absent = _ranks_in_words([*found.entries]), _ranks_in_words(found.ranks)
+    if found.ranks:
+        why = f"{absent} left no dump"
+        cause = f"{absent} may have failed before this call, or be killed before the dump was written"
+        fix = f"look at the logs of {absent}, and add their dumps: each node writes them to TORCH_FR_DUMP_TEMP_FILE"
+    else:
+        why = "the dumps do not say which ranks are in this group"
+        cause = "another rank of the group may not have called it; dumps of gloo do not record the ranks of groups"
+        fix = "look at which other ranks are in the group, and what they called last, below"
     return Finding(
         name="collective_undecided",
         kind="unseen",
-        title=f"{_call(found.entry)} of {_group_in_words(found)} did not complete, and {absent} left no dump",
-        evidence=f"{_ranks_in_words([*found.entries])} called it with the same sizes and dtypes",
-        cause=f"{absent} may have failed before this call, or be killed before the dump was written",
-        fix=f"look at the logs of {absent}, and add their dumps: each node writes them to TORCH_FR_DUMP_TEMP_FILE",
+        title=f"{_call(found.entry)} of {_group_in_words(found)} did not complete, and {why}",
+        evidence=f"{called} called it" + " with the same sizes and dtypes" * (len(found.entries) > 1),
+        cause=cause,
+        fix=fix,
         ranks=found.ranks,
     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import calendar
 import codecs
+import math
 import re
 import signal
 from collections import Counter
@@ -102,6 +103,7 @@ _TIMES = ("time", "timestamp", "ts", "@timestamp", "asctime")
 _MORE = ("exception", "exc_info", "stack_trace")  # with a traceback
 
 _SUFFIXES = (".log", ".out", ".err", ".txt", ".gz", ".jsonl")
+_MOST_STRANGE = 0.05  # of the bytes with which a log begins may be no UTF-8
 _NO_LOGS = (".py", ".ipynb", ".sh", ".md", ".rst")
 _SURE = re.compile(rb"NCCL (?:INFO|WARN)|\[(?:rank|default)\d+\]:")
 _MARKS = re.compile(
@@ -174,6 +176,18 @@ class Speaker:
     bare: Failure | None = None  # the last line that names an error, without a traceback
     no_value: tuple[int, str] | None = None  # the first line with a loss that has none, and that loss
     steps: dict[int, Logged] = field(default_factory=dict)  # of training
+    thinned: bool = False  # whether some of them are left out
+    lost: tuple[int | None, int] | None = None  # the first step with a loss that has no value, and the one before it
+
+    def add_step(self, step: int, logged: Logged) -> None:
+        """A further step. Of too many, every second one so far is left out, but not those of `lost`."""
+        if self.lost is None and logged.loss is not None and not math.isfinite(logged.loss):
+            self.lost = next(reversed(self.steps), None), step
+        self.steps[step] = logged
+        if len(self.steps) > _MOST_STEPS:
+            kept = dict([*self.steps.items()][::2])
+            lost = {known: self.steps[known] for known in self.lost or () if known in self.steps}
+            self.steps, self.thinned = dict(sorted((kept | lost).items())), True
 
     @property
     def time(self) -> float | None:
@@ -233,8 +247,11 @@ def looks_like_log(path: Path, head: bytes) -> bool:
     """Whether a file can be a log: it begins with text, and is no JSON, except torchrun's `error.json`."""
     if head.startswith(_UTF_16):
         return True
-    if path.suffix in _SUFFIXES[:4]:  # a file system may leave a hole of zeros in it
+    if (
+        path.suffix in _SUFFIXES[:4]
+    ):  # a file system may leave a hole of zeros in it, a program bytes of other encodings
         head = head.replace(b"\0", b"")
+        return head.decode("utf-8", "replace").count("\ufffd") <= _MOST_STRANGE * len(head)
     if b"\0" in head or (".json" in path.suffixes and path.name != "error.json"):
         return False
     try:
@@ -338,10 +355,11 @@ class _Reader:
             speaker.lines += 1
             speaker.last, speaker.ended = text, log.lines
         self._add_traceback(speaker, text)
-        if ("oss" in text or "ime" in text) and (trained := step_in(text)) and len(speaker.steps) < _MOST_STEPS:
+        if ("oss" in text or "ime" in text) and (trained := step_in(text)):
             step, loss, seconds = trained
-            speaker.steps[step] = Logged(loss, seconds, speaker.time)
-        elif "loss" in text and speaker.no_value is None and (lost := _NO_VALUE.search(text)):
+            speaker.add_step(step, Logged(loss, seconds, speaker.time))
+            return
+        if "loss" in text and speaker.no_value is None and (lost := _NO_VALUE.search(text)):
             speaker.no_value = log.lines, lost["loss"]
         if "NCCL" in text:
             log.nccl.add(text)
@@ -1055,6 +1073,8 @@ def _notes(job: Job) -> Iterator[str]:
             f"torchrun started the ranks {counted(job.earlier + 1, 'time')}; this is about the last attempt. For an"
             " earlier one, name its folder, such as attempt_0."
         )
+    if any(speaker.thinned for speaker in job.speakers):
+        yield f"Of more than {_MOST_STEPS:,} steps of a rank, some are left out, most of them early ones."
     unnamed = [speaker for speaker in job.speakers if speaker.rank is None and speaker.lines]
     if unnamed and not job.ranks:
         yield (

@@ -14,6 +14,7 @@ from labkit.analysis.foreign import debug_server, flight_recorder, logs, memory_
 from labkit.analysis.foreign.chrome import Content, read_profile
 from labkit.analysis.foreign.page import ForeignError, Page
 from labkit.common.reading import is_folder, open_regular
+from labkit.record.garbage import uncollected
 
 _PICKLE = b"\x80"  # of protocol 2 or later
 _HEAD = 1 << 16  # bytes in which a file says what it is
@@ -86,7 +87,8 @@ def explain(paths: Iterable[Path]) -> list[Page]:
     for path in _files(paths):
         kind = _kind(path)
         try:
-            by_kind.setdefault(kind.name, {})[path] = _opened(path, kind.read)
+            with uncollected():  # it would look at the million objects of a file again and again
+                by_kind.setdefault(kind.name, {})[path] = _opened(path, kind.read)
         except ForeignError as error:
             damaged.setdefault(kind.name, []).append(error)
     pages = []

@@ -37,6 +37,7 @@ from labkit.common.units import counted, milliseconds, ranks_in_words, significa
 
 _MOST_KERNELS = 10  # rows of the table of kernels
 _MOST_RANKS = 16  # rows of the table of ranks
+_FEW = 3  # collectives from which the rank that arrives last in most of them is not last by chance
 _LARGE = 0.1  # share of a step from which something is a finding
 
 # ---- collectives
@@ -116,7 +117,8 @@ def arrivals(analysed: Sequence[Analysed]) -> Arrivals | None:
 
 def _matched(analysed: Sequence[Analysed]) -> Iterator[dict[int, Call]]:
     """The calls of each collective by rank. They are matched by their order in a group and a step, in which all files
-    must have the same operations with as many bytes."""
+    must have the same operations with as many bytes. Where groups are not recorded, as on gloo, those of one operation
+    and size are matched that every rank of the job has called equally often."""
     if any(rank.profile.sampled for rank in analysed) or len({rank.rank for rank in analysed}) < len(analysed):
         return
     complete = all(rank.profile.world_size == len(analysed) for rank in analysed)
@@ -125,10 +127,11 @@ def _matched(analysed: Sequence[Analysed]) -> Iterator[dict[int, Call]]:
         for call in rank.calls:
             step = next((number for number, start, end in rank.steps if start <= call.launched < end), None)
             if (call.group or complete) and operation(call.op) in MUTUAL:
-                sequences[step, call.group].setdefault(rank.rank, []).append(call)
-    for by_rank in sequences.values():
+                key = (step, call.group) if call.group else (step, call.op, call.bytes_in)
+                sequences[key].setdefault(rank.rank, []).append(call)
+    for (_, *named), by_rank in sequences.items():
         same = len({tuple((call.op, call.bytes_in) for call in calls) for calls in by_rank.values()}) == 1
-        if same and len(by_rank) > 1:
+        if same and len(by_rank) > 1 and (len(named) == 1 or len(by_rank) == len(analysed)):
             yield from (dict(zip(by_rank, calls)) for calls in zip(*by_rank.values()))
 
 
@@ -249,7 +252,7 @@ _WORDED = {"exposed": _exposed, "launch_bound": _launch_bound, "starved": _starv
 
 
 def _late_rank(analysed: Sequence[Analysed], late: Arrivals | None) -> Iterator[Finding]:
-    if late is None or late.matched < len(late.last):
+    if late is None or late.matched < min(_FEW, len(late.last)):
         return
     rank = max(late.last, key=lambda number: late.last[number])
     others = {number: seconds for number, seconds in late.waited.items() if number != rank}

@@ -57,14 +57,14 @@ class Cell:
     name: str | None = None
 
     @classmethod
-    def read(cls, line: str, body: str, machine: Machine, flags: int = 0) -> Cell:
-        """Parses the rest of the first line after `%%torchrun`, and the lines below it, with `flags` of the compiler.
-        Raises `CellError`."""
+    def read(cls, line: str, body: str, machine: Machine, flags: int = 0, first: int = 2) -> Cell:
+        """Parses the rest of the first line after `%%torchrun`, and the lines below it, which begin at line `first` of
+        the cell, with `flags` of the compiler. Raises `CellError`."""
         nproc, device, name = _asked(line)
         if device is None:
             device = "cuda" if len(machine.gpus) >= nproc else "cpu"
         cell = cls(body, _settled(nproc, device, machine), name)
-        check_body(body, cell.script, cell.before.count("\n"), flags)
+        check_body(body, cell.script, cell.before.count("\n"), flags, first)
         return cell
 
     @property

@@ -75,6 +75,7 @@ class Group:
         self._arrived = threading.Event()
         self._widgets = Widgets(self._tell_view)
         self._groups = 0  # process groups that were made again
+        self.raised: set[int] = set()  # the ranks whose last cell raised an exception, which can be debugged
         source = _START.format(nproc=spec.nproc, initialise=INITIALISE[spec.device])
         self.run: Run = begin(spec, source=source)
         self.source = source

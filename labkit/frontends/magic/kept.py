@@ -9,6 +9,7 @@ If that fails, the ranks are restarted. In both cases it is said what is left.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from itertools import count
 from typing import Any
 
 from IPython import get_ipython
@@ -130,12 +132,23 @@ class _Rank:
 
 class KeptCell:
     """One cell on some of the ranks. `draw` is called with the output whenever it changes. Its code begins at the line
-    of the cell at which `body` begins."""
+    of the cell at which `body` begins. With `up`, it runs in a frame of their last exception, see `probe/cells.py`.
+    After `limit` seconds it is interrupted."""
 
-    def __init__(self, group: Group, ranks: Sequence[int], body: str, draw: Callable[[Shown], None], patient: bool):
+    def __init__(
+        self,
+        group: Group,
+        ranks: Sequence[int],
+        body: str,
+        draw: Callable[[Shown], None],
+        patient: bool,
+        *,
+        name: str,
+        up: int | None = None,
+        limit: float = math.inf,
+    ):
         self._group, self._numbers, self._draw, self._patient = group, ranks, draw, patient
-        self._name = f"Cell In[{execution_count()}]"
-        self._body = body
+        self._name, self._body, self._up, self._limit = name, body, up, limit
         self._ranks = {rank: _Rank() for rank in ranks}
         group.forget()
         self._begun = time.monotonic()
@@ -152,7 +165,7 @@ class KeptCell:
     def go(self) -> bool:
         """Runs the cell to its end; returns whether it succeeded on all ranks. Raises `RanksGone` if the ranks are
         gone afterwards."""
-        self._group.tell(self._numbers, "run", cell=self._name, code=self._body)
+        self._group.tell(self._numbers, "run", cell=self._name, code=self._body, up=self._up)
         try:
             while self._open:
                 try:
@@ -171,7 +184,10 @@ class KeptCell:
             self._show("bad", f"{gone}. {self._start_again}")
             raise
         self._show_end(hint)
-        return all(rank.done is not None and rank.done["error"] is None for rank in self._ranks.values())
+        failed = {number for number in self._numbers if self._has_failed(number)}
+        if self._up is None:
+            self._group.raised = self._group.raised.difference(self._numbers) | failed
+        return not failed
 
     @property
     def _start_again(self) -> str:
@@ -222,7 +238,7 @@ class KeptCell:
                 raise RanksRestarted(self._restarted(f"{ranks_text(self._open)} did not return to Python"))
         elif waits and now - since > PATIENCE and any(self._absent(number) for number in self._open):
             self._end_collectives(now)
-        elif waits and now - since > _HOPELESS and not self._patient:
+        elif now - self._begun > self._limit or (waits and now - since > _HOPELESS and not self._patient):
             self._interrupt()
 
     def _absent(self, number: int) -> set[int]:
@@ -386,9 +402,10 @@ _all_cells = False  # whether cells without a first line run on the ranks, too
 _AUTO = "auto"
 _NOTHING = {"text/html": "", "text/plain": ""}
 _NO_RANKS = f"no ranks stay here; %%torchrun 4 {KEEP} starts them"
+_DEBUG = re.compile(r"debug(?:\s+(?P<ranks>[\d,-]+))?(?P<above>\s+up(?:\s+(?P<up>\d{1,3}))?)?\s*", re.ASCII)  # 1,3 up 2
 _USAGE = (
-    "%ranks, %ranks stop, %ranks restart, %ranks auto, %ranks auto off, %ranks pull NAME [RANKS] and"
-    " %ranks push NAME [RANKS]"
+    "%ranks, %ranks stop, %ranks restart, %ranks auto, %ranks auto off, %ranks debug [RANKS] [up N],"
+    " %ranks pull NAME [RANKS] and %ranks push NAME [RANKS]"
 )
 
 
@@ -405,13 +422,22 @@ def register(ipython: Any) -> None:
 
 def begin_with(line: str, body: str) -> None:
     """`%%torchrun N --keep`: starts ranks that stay, unless they are there, and runs the first cell on them."""
-    global _group, _all_cells
     first = shlex.join(word for word in words_of(line) if word != KEEP)
     body = _python(body)
     cell = Cell.read(first, body, Machine.here(), PyCF_ALLOW_TOP_LEVEL_AWAIT)
     if cell.name is not None:
         raise CellError(f"--as is for ranks that end with their cell; with {KEEP}, use %ranks pull NAME")
     place = _Place()
+    before = _group
+    group = _group_for(cell, line, lambda words: place.draw(Shown(words, "waiting")))
+    if group is not before:
+        place.then(script_bundle(group.source))
+    _run(group, group.ranks, f"\n{body}", place)
+
+
+def _group_for(cell: Cell, line: str, draw: Callable[[str], None]) -> Group:
+    """The ranks that stay, started unless they are there. Raises `CellError`."""
+    global _group, _all_cells
     if _group is not None and not _group.run.state.over:
         here = _group.spec
         if (here.nproc, here.device) != (cell.spec.nproc, cell.spec.device):
@@ -420,14 +446,41 @@ def begin_with(line: str, body: str) -> None:
             )
     else:
         _group, _all_cells = None, False
-        _group = _started(replace(cell.spec, script="ranks.py"), lambda words: place.draw(Shown(words, "waiting")))
-        place.then(script_bundle(_group.source))
-    _run(_group, _group.ranks, f"\n{body}", place)
+        _group = _started(replace(cell.spec, script="ranks.py"), draw)
+    return _group
+
+
+_answered = count(1)
+
+
+def answer(line: str, some: str, body: str, limit: float) -> tuple[bool, str, str]:
+    """Runs a cell for a caller who has no notebook, such as an assistant: whether it succeeded, what it showed as text,
+    and the name of the run of its ranks. `line` is that of `%%torchrun`, `some` are ranks such as `0,2`, or all.
+
+    Raises `CellError` if it cannot be started, `RanksGone` if the ranks are gone afterwards.
+    """
+    global _group
+    cell = Cell.read(line, body, Machine.here(), PyCF_ALLOW_TOP_LEVEL_AWAIT, first=1)
+    newest: deque[Shown] = deque(maxlen=1)
+    group = _group_for(cell, line, lambda words: None)
+    kept = KeptCell(
+        group, _chosen(some, group), body, newest.append, False, name=f"Cell {next(_answered)}", limit=limit
+    )
+    succeeded = False
+    try:
+        succeeded = kept.go()
+    except RanksRestarted:
+        pass
+    except RanksGone:
+        _group = None
+        raise
+    return succeeded, newest[0].text(), (_group or group).run.name
 
 
 def ranks(line: str, body: str | None = None) -> None:
     """%%ranks [RANKS] runs the cell on the ranks that `%%torchrun N --keep` has started, or on some of them, such as
-    `%%ranks 0,2` or `%%ranks 0-1`.
+    `%%ranks 0,2` or `%%ranks 0-1`. `%%ranks debug [RANKS] [up N]` runs it with the variables of the place at which the
+    last cell raised an exception there, or N callers above; as `%ranks debug` it lists these places.
 
     %ranks shows them and their variables; `%ranks stop` ends them; `%ranks restart` starts new ones, without variables;
     after `%ranks auto` cells without a first line run on all ranks, too, until `%ranks auto off`;
@@ -443,11 +496,13 @@ def ranks(line: str, body: str | None = None) -> None:
             _do(_group, words_of(line))
             return
         whole = line.strip() == _AUTO  # the first line was added here
-        chosen = _chosen("" if whole else line.strip(), _group)
+        chosen, up = _debugged(line.strip(), _group)
+        if up is None:
+            chosen = _chosen("" if whole else line.strip(), _group)
         body = _python(body)
         check_body(body, body, 0, PyCF_ALLOW_TOP_LEVEL_AWAIT, first=1 if whole else 2)
         _group.check()
-        _run(_group, chosen, body if whole else f"\n{body}", _Place())
+        _run(_group, chosen, body if whole else f"\n{body}", _Place(), up)
     except CellError as error:
         raise UsageError(f"{sign}: {error}") from None
     except RanksGone as gone:
@@ -542,10 +597,11 @@ def _restart(group: Group, draw: Callable[[str], None]) -> None:
     _group = _started(group.spec, draw)
 
 
-def _run(group: Group, chosen: Sequence[int], body: str, place: _Place) -> None:
+def _run(group: Group, chosen: Sequence[int], body: str, place: _Place, up: int | None = None) -> None:
     global _group
     succeeded = False
-    cell = KeptCell(group, chosen, body, place.draw, place.live)
+    name = f"Cell In[{execution_count()}]"
+    cell = KeptCell(group, chosen, body, place.draw, place.live, name=name, up=up)
     try:
         succeeded = cell.go()
         for bundle in cell.pages:
@@ -576,6 +632,20 @@ def _chosen(text: str, group: Group) -> list[int]:
     return sorted(set(numbers))
 
 
+def _debugged(text: str, group: Group) -> tuple[list[int], int | None]:
+    """The ranks and the number of callers above that `debug 1 up 2` names; None for another text. Without ranks, those
+    whose last cell raised an exception. Raises `CellError`."""
+    found = _DEBUG.fullmatch(text)
+    if found is None:
+        return [], None
+    if not group.raised:
+        raise CellError("no rank raised an exception in its last cell, so there is no place to look at")
+    chosen = _chosen(found["ranks"], group) if found["ranks"] else sorted(group.raised)
+    if without := [rank for rank in chosen if rank not in group.raised]:
+        raise CellError(f"{ranks_text(without)} raised no exception in the last cell; {ranks_text(group.raised)} did")
+    return chosen, int(found["up"] or 1) if found["above"] else 0
+
+
 # ---- `%ranks`
 
 
@@ -603,6 +673,12 @@ def _do(group: Group, words: Sequence[str]) -> None:
             _restart(group, lambda words: place.draw(Shown(words, "waiting")))
             place.draw(Shown(f"{group.name} are there again", "good", hint=f"{_LOST}."))
             place.close()
+        case ["debug", *_]:
+            chosen, up = _debugged(" ".join(words), group)
+            if up is None:
+                raise CellError(f"{shown(' '.join(words))} is not known; write %ranks debug, or %ranks debug 1 up 2")
+            group.check()
+            _run(group, chosen, "", _Place(), up)
         case ["pull", name, *some]:
             _pull(group, _identifier(name), some)
         case ["push", name, *some]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import ipywidgets
 
-from labkit.analysis.changes import Changes, of_folders
+from labkit.analysis.changes import Difference, of_folders
 from labkit.analysis.comparison import HEADS, Row, alike, cells, newest, recorded, recorded_elsewhere, sentences
 from labkit.common.text import escape
 from labkit.figures import comparison as pictures
@@ -60,7 +60,7 @@ class ComparisonView:
             on_over()
 
     def show(
-        self, rows: Sequence[Row], left_out: Mapping[str, str], first: str = "", changed: Changes | None = None
+        self, rows: Sequence[Row], left_out: Mapping[str, str], first: str = "", changed: Difference | None = None
     ) -> None:
         """Shows the rows, with the sentence `first` above them, and what changed between two runs; draws nothing if
         they are shown already."""
@@ -106,7 +106,7 @@ def comparison_bundle(comparing: Comparing) -> dict[str, Any]:
     return {"text/html": html, "text/plain": json.dumps(comparing.to_json(), indent=2)}
 
 
-def comparison_html(rows: Sequence[Row], left_out: Mapping[str, str], changed: Changes | None = None) -> str:
+def comparison_html(rows: Sequence[Row], left_out: Mapping[str, str], changed: Difference | None = None) -> str:
     """The table, what changed between two runs, the charts and the remarks as HTML, all text escaped."""
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(rows, left_out))
     drawn = pictures.svg(rows, recorded_elsewhere(rows), height=169)
@@ -123,7 +123,7 @@ def _table(rows: Sequence[Row]) -> str:
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _changes_html(changed: Changes | None) -> str:
+def _changes_html(changed: Difference | None) -> str:
     if changed is None:
         return ""
     tables = [
