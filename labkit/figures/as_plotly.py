@@ -214,6 +214,7 @@ def axis(drawn: Drawn, which: str) -> dict[str, Any]:
     return plain | {
         "range": list(getattr(drawn, f"{which}_span")),
         "nticks": 6,
+        "tickangle": 0,
         "separatethousands": True,
         "autorange": False,
     }

@@ -11,6 +11,8 @@
   const CLEAR = "rgba(0,0,0,0)"; // the background of a figure without one
   const CONFIG = %CONFIG%;
   const NOTE = "</b><span";
+  const EDGES = 20; // px on both sides of a title
+  const LETTER = 0.64; // width of a letter of a title, relative to its size
 
   // ---- light and dark: as the system is set, until the user chooses
 
@@ -168,9 +170,18 @@
       layout.margin = { ...layout.margin, r: 12, b: (layout.margin?.b ?? 60) + 56 };
       layout.height += 56;
     }
+    fitTitle(layout);
     if (!layout.title?.text?.includes(NOTE)) return;
     layout.title = { ...layout.title, text: layout.title.text.replace(NOTE, NOTE.replace("<span", "<br><span")), pad: { ...layout.title.pad, t: 16 } };
     layout.margin.t = (layout.margin.t ?? 60) + 16;
+  }
+
+  // The first line of a title is no longer than the figure.
+  function fitTitle(layout) {
+    const [line] = (layout.title?.text ?? "").split(/<br>|<span/);
+    const room = (layout.width - EDGES) / (LETTER * line.replace(/<[^>]*>/g, "").length);
+    const size = Math.min(layout.title?.font?.size ?? Infinity, room);
+    if (Number.isFinite(size)) layout.title = { ...layout.title, font: { ...layout.title.font, size } };
   }
 
   async function figures() {
