@@ -57,6 +57,12 @@
     return new Response(stream).text();
   }
 
+  // What is scrolled can be scrolled with the keyboard, too.
+  function reach(box) {
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+    else box.removeAttribute("tabindex");
+  }
+
   function theme() {
     const style = getComputedStyle(document.body);
     // computed colours, because CSS variables are not resolved
@@ -90,6 +96,7 @@
       this.width = width;
       window.Plotly.react(this.box, data, fitted, CONFIG);
       accessible(this.box);
+      reach(this.place);
       if (first && frames?.length) window.Plotly.addFrames(this.box, frames);
       if (first && moves) this.controls = new Controls(this.place, this.box, frames, layout.meta.plays);
       this.controls?.whole();
@@ -246,14 +253,8 @@
     screen();
   });
 
-  // What is scrolled can be scrolled with the keyboard, too.
-  const fits = new ResizeObserver((entries) => {
-    for (const { target } of entries) {
-      if (target.scrollWidth > target.clientWidth) target.tabIndex = 0;
-      else target.removeAttribute("tabindex");
-    }
-  });
-  document.querySelectorAll("pre").forEach((text) => fits.observe(text));
+  const fits = new ResizeObserver((entries) => entries.forEach(({ target }) => reach(target)));
+  document.querySelectorAll("pre, .wide-table").forEach((text) => fits.observe(text));
 
   // On a narrow screen the table of contents is closed at first.
   const contents = document.querySelector("nav > details");
@@ -269,6 +270,7 @@
       const box = document.createElement("div");
       box.className = "labkit-machine";
       place.prepend(box);
+      fits.observe(box);
       new Stage(box, { ...films[Number(place.dataset.film)], moves: false });
       place.classList.add("drawn");
     }

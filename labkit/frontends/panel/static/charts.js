@@ -47,7 +47,7 @@ function theme(element) {
   return { ink: of("--labkit-ink", style.color), grid: of("--labkit-grid", "rgba(128,128,128,0.3)"), scale };
 }
 
-const ENTRY = 19; // px of height of one entry of a legend
+const ENTRY = 20; // px of height of one entry of a legend
 const NARROW = 330; // px of width below which a chart with letters of normal size has no legend
 const BASE_HEIGHT = 140; // px of height that a chart needs for letters of normal size
 const BOLD = 0.64; // width of a letter of a heading, relative to its size
@@ -143,8 +143,9 @@ function legendRoom({ box, layout: { margin } }) {
 function fitLegend(chart) {
   const { legend, margin } = chart.layout;
   const room = legendRoom(chart);
-  if (legend.y > 1) legend.y = 1 + BELOW_HEADING * margin.t / (room - margin.b);
-  legend.maxheight = room;
+  const above = legend.y > 1 ? BELOW_HEADING * margin.t : 0; // the plot
+  legend.y = 1 + above / (room - margin.b);
+  legend.maxheight = room + above;
 }
 
 function resize({ layout, data }, by) {
@@ -266,10 +267,12 @@ class Board {
       for (const chart of this.charts.values()) {
         const { box, dirty } = chart;
         if (!dirty) continue;
+        const wasHidden = chart.hidden;
+        chart.hidden = !box.clientWidth && !box.clientHeight;
         if (box.clientWidth && box.clientHeight) visible.push(chart);
-        else if (!box.clientWidth && !box.clientHeight) {
+        else if (chart.hidden && !wasHidden) {
           // it is drawn when it becomes visible: it is observed anew, as the observer tells nothing of a box that is
-          // hidden and shown within one frame
+          // hidden and shown within one frame; only once, because the observer answers, and the answer comes here
           this.resizing.unobserve(box);
           this.resizing.observe(box);
         }
