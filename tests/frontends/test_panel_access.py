@@ -95,6 +95,12 @@ FAINT = """panel => {
 }"""
 
 
+def charts_of_hidden_tabs_cost_nothing(page) -> None:
+    page.evaluate(OBSERVED)
+    page.wait_for_timeout(500)
+    assert page.evaluate("window.observed") == 0
+
+
 def test_the_panel_by_keyboard_alone(page, jupyter):
     (jupyter.work / "keys.py").write_text(NOTEBOOK)
     open_notebook(page, jupyter, "keys.py")
@@ -104,9 +110,7 @@ def test_the_panel_by_keyboard_alone(page, jupyter):
     sync_api.expect(panel.locator(".labkit-present")).to_be_visible(timeout=RUN_TIMEOUT)
     see(panel)
     assert violations(page, ".labkit") == []
-    page.evaluate(OBSERVED)
-    page.wait_for_timeout(500)
-    assert page.evaluate("window.observed") == 0, "charts of hidden tabs cost nothing"
+    charts_of_hidden_tabs_cost_nothing(page)
     says = panel.get_by_role("status").filter(has=page.locator(".labkit-state"))
     says.evaluate("element => (element.wasThere = true)")
     page.keyboard.press("Escape")
