@@ -63,18 +63,17 @@ class ShippedRuns:
     """The runs that come with the lab: one of each strategy, which takes the place of all of its runs, whatever their
     settings."""
 
-    def take(self, spec: Spec, source: str | None = None) -> RunFolder:
-        """The run of the same strategy. Raises `LookupError` if there is none, as for a script of one's own."""
+    def take(self, spec: Spec, source: str | None = None) -> RunFolder | None:
+        """The run of the same strategy; None for a script of the lab's own, which is started."""
         name = shipped_like(spec.strategy, spec.processes) if spec.strategy and source is None else None
-        if name is None:
-            raise LookupError(f"the lab comes with no run of {spec.name}; create the handout without --recorded")
-        return RunFolder.find(name)
+        return RunFolder.find(name) if name else None
 
 
 def stand_in(folder: str) -> None:
     """Makes every run started in this process a copy of a recorded one from `folder`, with the predictions of the
     lab that starts it."""
     recorded = ShippedRuns() if Path(folder) == SHIPPED else RecordedRuns(Path(folder))
+    start_now = Job.start
 
     def start(
         cls: type[Job],
@@ -83,9 +82,11 @@ def stand_in(folder: str) -> None:
         root: Path | None = None,
         source: str | None = None,
         guess: Guesses | None = None,
-        **_: object,
+        **others: Any,
     ) -> Job:
         found = recorded.take(spec, source)
+        if found is None:
+            return start_now(spec, root=root, source=source, guess=guess, **others)
         place = (root or runs_root()) / found.name
         again = len([*place.parent.glob(f"{place.name}*")])  # of shipped runs: others are taken once
         copied = found.copy(place.with_name(f"{place.name}-{again + 1}") if again else place)
