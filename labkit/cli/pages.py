@@ -29,6 +29,7 @@ from labkit.plan.spec import SpecError
 from labkit.prediction.scale.asked import WHOLE
 from labkit.prediction.tracer import TraceFailed
 from labkit.record.folder import RunFolder
+from labkit.record.packed import SHIPPED
 from labkit.runs.handle import with_ranks
 from labkit.setup.environment import CLONE
 from labkit.setup.progress import Progress
@@ -283,6 +284,10 @@ def _output(given: str | None, default: str) -> Path:
 
 def _runs_folder(given: str | None) -> Path | None:
     """A folder of recorded runs."""
+    if given == "shipped":
+        return SHIPPED
     if given is not None and not RunFolder.all(Path(given)):
-        raise Refused(f"there is no recorded run in {given}; --recorded needs a folder of runs, such as runs/")
+        raise Refused(
+            f"there is no recorded run in {given}; --recorded needs a folder of runs, such as runs/, or shipped"
+        )
     return Path(given) if given else None

@@ -375,7 +375,9 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     readers.add_argument("--student", action="store_true", help="leave out answers and verdicts")
     readers.add_argument("--teacher", action="store_true", help="include the solution of every exercise")
     handout.add_argument(
-        "--recorded", metavar="DIR", help="use the recorded runs of this folder instead of starting runs"
+        "--recorded",
+        metavar="DIR",
+        help="use the recorded runs of this folder instead of starting runs; shipped: those that come with the lab",
     )
     notebook = commands.add("notebook", "write a lab as .ipynb, to import into Kaggle, Colab or another Jupyter")
     notebook.add_argument("name", metavar="LAB.py")

@@ -52,7 +52,7 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         "yaxis": axis(drawn, "y"),
         "barmode": "stack",
         "bargap": 0.35,
-        "margin": {"l": 58, "r": 88 if _has_legend(drawn) else 16, "t": 30, "b": 34},
+        "margin": {"l": 58, "r": 88 if _has_legend(drawn) else 16, "t": 30, "b": 36},
         "legend": {
             "x": 1.01,
             "y": 1.25 if chart.bars else 1,
@@ -214,6 +214,7 @@ def axis(drawn: Drawn, which: str) -> dict[str, Any]:
     return plain | {
         "range": list(getattr(drawn, f"{which}_span")),
         "nticks": 6,
+        "tickangle": 0,
         "separatethousands": True,
         "autorange": False,
     }

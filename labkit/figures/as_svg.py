@@ -104,7 +104,9 @@ def _line(canvas: _Canvas, line: Line, points: Points) -> None:
     )
     for known, part in groupby(zip(*points), key=lambda point: point[1] is not None):
         if known:
-            path = " ".join(f"{canvas.x(x):.1f},{canvas.y(y):.1f}" for x, y in part if y is not None)
+            path = " ".join(
+                f"{canvas.x(min(x, canvas.x_span[1])):.1f},{canvas.y(y):.1f}" for x, y in part if y is not None
+            )
             canvas.elements.append(f'<polyline points="{path}" {style}/>')
 
 

@@ -145,7 +145,7 @@ def _guess_line(state: RunState, name: str) -> list[Line]:
     level, end = state.guess.get(name), state.total_steps
     if end is None or not isinstance(level, (int, float)):
         return []
-    return [Line("guess", OWN, [0.0, float(end)], [level, level], colour=colours.GUESS, dash="dash")]
+    return [Line("guess", OWN, [0.0, float(end)], [level, level], colour=colours.GUESS, dash="dash", is_level=True)]
 
 
 def memory(state: RunState) -> Chart:
@@ -201,7 +201,7 @@ def _memory_axis(state: RunState) -> Axis:
     return Axis.of_bytes(largest)
 
 
-_FEW = 4  # bars at most that have their whole names below them
+_FEW = 2  # bars at most that have their whole names below them
 
 
 def phases(state: RunState) -> Chart:
@@ -278,7 +278,7 @@ def _ranks(state: RunState) -> list[RankState]:
 
 
 def _steps_axis(state: RunState) -> Axis:
-    return Axis("step", end=state.total_steps, least=10.0)
+    return Axis("step", end=state.total_steps, least=10.0, grows=True)
 
 
 def _zero(state: RunState) -> float:

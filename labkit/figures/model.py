@@ -21,6 +21,7 @@ _HEADROOM = 1.15  # so that the name of a mark is below the title
 _REACH = 2.0  # a mark above this many times the tallest bar is drawn at the edge, so that it does not flatten the bars
 LIMIT = 1000  # points per line in a complete figure
 _ENDS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+_SPARSE = (1.0, 2.0, 5.0, 10.0)  # of an axis with an end, so that it is reached in few steps
 _TICKS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 Points = tuple[list[float], list[float | None]]
@@ -63,6 +64,7 @@ class Line:
     y_unit: float = 1.0
     in_legend: bool = True
     stacked: bool = False  # an area on top of the stacked lines before it, constant until the next point
+    is_level: bool = False  # a value for the whole axis, however long it is
 
     def __len__(self) -> int:
         return min(len(self.x), len(self.y))
@@ -106,7 +108,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: its title with the unit, a fixed `end`, or the `least` end from which it grows.
+    """An axis: its title with the unit, a fixed `end` (which it reaches in steps if it `grows`), or a `least` end.
 
     `bytes_each` is the number of bytes in one unit, for an axis of bytes; 0 otherwise. `labels` stand below the bars of
     categories whose names are too long for one line; a line break begins another line.
@@ -115,6 +117,7 @@ class Axis:
     title: str
     end: float | None = None
     least: float = 1.0
+    grows: bool = False
     categories: tuple[str, ...] = ()
     bytes_each: float = 0.0
     labels: tuple[str, ...] = ()
@@ -132,7 +135,8 @@ class Axis:
     def span(self, low: float, high: float) -> tuple[float, float]:
         """The range that shows zero and `low` to `high`; it grows in steps, so that it seldom changes."""
         if self.end is not None and high <= self.end:
-            return 0.0, float(self.end)
+            reached = max(ceiling(high, _SPARSE), self.least) if self.grows else math.inf
+            return 0.0, min(float(self.end), reached)
         return (-ceiling(-low) if low < 0 else 0.0), max(ceiling(high), self.least)
 
 
@@ -188,8 +192,8 @@ class Chart:
             line.points(limit=LIMIT if line.stacked else limit) for line in self.lines
         )  # so that no peak of a stack is lost
         x, y = Extent(high=self.last_moment), Extent(high=max(self.bar_height, self.stack_height(points)))
-        for xs, ys in points:
-            x, y = x.with_(xs), y.with_(ys)
+        for line, (xs, ys) in zip(self.lines, points):
+            x, y = x if line.is_level else x.with_(xs), y.with_(ys)
         return Drawn(self, points, x, y)
 
     @property

@@ -121,6 +121,15 @@ def test_axes_know_their_end_and_grow_in_steps(fake):
     assert axis.span(-1.1, 5) == (-1.5, 5)
 
 
+def test_the_axis_of_steps_grows_with_the_run_and_ignores_a_guess():
+    axis = Axis("step", end=100_000, least=10, grows=True)
+    assert [axis.span(0, step)[1] for step in (1, 202, 90_000, 100_000)] == [10, 500, 100_000, 100_000]
+    run = Line("rank0", "rank 0", [1.0, 2.0], [3.0, 2.0])
+    guess = Line("guess", "yours", [0.0, 100_000.0], [5.0, 5.0], is_level=True)
+    drawn = Chart("loss", "Loss", axis, Axis("loss"), (run, guess)).drawn()
+    assert (drawn.x.high, drawn.y.high) == (2.0, 5.0)
+
+
 def test_round_numbers():
     assert ceiling(0) == 0
     assert [ceiling(value) for value in (0.011, 1, 1.01, 2.3, 99, 101)] == pytest.approx([0.015, 1, 1.5, 2.5, 100, 150])

@@ -121,7 +121,9 @@ def test_runs_stand_under_the_cell_that_started_them(fake, runs):
     assert "ran on 2 CPU ranks" in magic and "Log of" not in magic, (
         "its ranks and its script are shown by the cell itself"
     )
-    recorded = page_of(notebook(code("run", labkit_runs=[name])), Path("labs/99_test.py"), runs, recorded=True)
+    recorded = page_of(
+        notebook(code("run", labkit_runs=[name])), Path("labs/99_test.py"), runs, recorded="with recorded runs"
+    )
     assert "with recorded runs" in recorded.about
     assert re.search(r"recorded \d+ \w+ \d{4}, \d\d:\d\d, on 2 CPU ranks", recorded.body)
 

@@ -151,6 +151,7 @@ def test_a_phone_has_nothing_to_scroll_sideways(opened, html):
     assert page.locator("nav details").get_attribute("open") is None, "the table of contents is closed"
     page.locator("figure").nth(2).scroll_into_view_if_needed()
     page.screenshot(path=PICTURES / "handout-3-phone.png")
+    assert violations(page) == []
 
 
 @pytest.mark.browser

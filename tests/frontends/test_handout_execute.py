@@ -15,6 +15,7 @@ from labkit.frontends.handout import LabError, course, executed, lab_page
 from labkit.frontends.handout.execute import read_lab, write
 from labkit.frontends.handout.run import RecordedRuns, run_of
 from labkit.record.folder import RunFolder
+from labkit.record.packed import SHIPPED
 
 LAB = """# %% [markdown]
 # # A small lab
@@ -110,6 +111,14 @@ def test_recorded_runs_take_the_place_of_new_ones(lab, runs, tmp_path):
     with pytest.raises(LabError, match="has no further run of ddp-x2 with these settings"):
         lab_page(lab, recorded=elsewhere)
     assert RunFolder.all(elsewhere), "recorded runs stay in place"
+
+
+def test_shipped_runs_take_the_place_of_all_runs_of_their_strategy(lab):
+    cell = "from labkit import run\nfor steps in (7, 8):\n    run('tp', nproc=2, device='cpu', steps=steps).wait()"
+    lab.write_text(f"{LAB}\n# %%\n{cell}\n", encoding="utf-8")
+    made = lab_page(lab, recorded=SHIPPED)
+    assert made.body.count('<span class="recorded">recorded</span>') == 2
+    assert "other settings" in made.about
 
 
 def test_a_recorded_cell_is_known_by_its_text(tmp_path):

@@ -41,6 +41,16 @@ NAMELESS = f"""panel => {{
   return [...all].filter(one => one.tagName !== "OPTION" && !name(one)).map(one => one.outerHTML.slice(0, 160));
 }}"""
 
+# Counts how often a page begins to observe the size of a box.
+OBSERVED = """() => {
+  const observe = ResizeObserver.prototype.observe;
+  window.observed = 0;
+  ResizeObserver.prototype.observe = function (...given) {
+    window.observed += 1;
+    return observe.apply(this, given);
+  };
+}"""
+
 # Text that is hard to read: its contrast with the background, by WCAG 2, is below 4.5.
 FAINT = """panel => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
@@ -85,6 +95,14 @@ FAINT = """panel => {
 }"""
 
 
+def nothing_hinders_at_first(page) -> None:
+    """Neither what axe finds, nor work for charts of hidden tabs."""
+    assert violations(page, ".labkit") == []
+    page.evaluate(OBSERVED)
+    page.wait_for_timeout(500)
+    assert page.evaluate("window.observed") == 0
+
+
 def test_the_panel_by_keyboard_alone(page, jupyter):
     (jupyter.work / "keys.py").write_text(NOTEBOOK)
     open_notebook(page, jupyter, "keys.py")
@@ -93,7 +111,7 @@ def test_the_panel_by_keyboard_alone(page, jupyter):
     panel = page.locator(".labkit", has=page.locator(".labkit-run")).first
     sync_api.expect(panel.locator(".labkit-present")).to_be_visible(timeout=RUN_TIMEOUT)
     see(panel)
-    assert violations(page, ".labkit") == []
+    nothing_hinders_at_first(page)
     says = panel.get_by_role("status").filter(has=page.locator(".labkit-state"))
     says.evaluate("element => (element.wasThere = true)")
     page.keyboard.press("Escape")

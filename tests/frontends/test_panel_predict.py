@@ -276,7 +276,7 @@ def test_an_impossible_entry_is_one_sentence_and_nothing_starts(lab, runs):
     wait_until(lambda: own(lab).widget.layout.display == "")
     for text in ("much", "-1", "nan", "12,5", "<b>"):
         own(lab).fields["step_ms"].value = text
-        assert "step_ms (ms) must be a number from 0 to 1e+15, got" in own(lab).widget.children[-1].value, "at once"
+        assert "step time (ms) must be a number from 0 to 1e+15, got" in own(lab).widget.children[-1].value, "at once"
         lab._run_button.click()
         wait_until(lambda: not lab._run_button.disabled)
         assert "step_ms (ms) must be a number from 0 to 1e+15, got" in lab._view.finding.value

@@ -23,6 +23,7 @@ from labkit.frontends.handout.execute import LabError, executed, read_lab
 from labkit.frontends.handout.page import TEMPLATES, Page, Plots
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
+from labkit.record.packed import SHIPPED
 from labkit.record.state import RunState
 
 # ---- terms of the glossary on a page
@@ -106,11 +107,18 @@ def lab_page(
     with tempfile.TemporaryDirectory(prefix="labkit-runs-") as place:
         notebook = executed(path, runs=Path(place), recorded=recorded, report=report)
         report("rendering the page")
-        return page_of(notebook, Path(path), Path(place), audience=audience, recorded=recorded is not None)
+        return page_of(notebook, Path(path), Path(place), audience=audience, recorded=_words(recorded))
 
 
-def page_of(notebook: NotebookNode, path: Path, runs: Path, *, audience: str = "", recorded: bool = False) -> Page:
-    """The page of an executed lab, whose run folders are in `runs`."""
+def _words(recorded: Path | None) -> str:
+    if recorded is None:
+        return ""
+    return "with runs of its strategies in other settings" if recorded == SHIPPED else "with recorded runs"
+
+
+def page_of(notebook: NotebookNode, path: Path, runs: Path, *, audience: str = "", recorded: str = "") -> Page:
+    """The page of an executed lab, whose run folders are in `runs`; `recorded` says whose runs these are, if not its
+    own."""
     cells = _Cells(path.parent, runs, audience, recorded)
     body = cells.html(notebook) + cells.glossary()
     heading = next((text for level, _, text in cells.prose.contents if level == 1), path.stem)
@@ -120,7 +128,7 @@ def page_of(notebook: NotebookNode, path: Path, runs: Path, *, audience: str = "
 class _Cells:
     """The filters of the template, and the contents, figures and devices that they collect from the cells."""
 
-    def __init__(self, folder: Path, runs: Path, audience: str, recorded: bool):
+    def __init__(self, folder: Path, runs: Path, audience: str, recorded: str):
         self._runs, self._audience, self._recorded = runs, audience, recorded
         self.prose = Prose(answers=audience != STUDENT, folder=folder)
         self.terms = Terms(self.prose.address)
@@ -132,7 +140,7 @@ class _Cells:
     @property
     def about(self) -> str:
         """Where and when the lab ran, and the audience."""
-        ran = "with recorded runs" if self._recorded else f"executed {page.day(None)}"
+        ran = self._recorded or f"executed {page.day(None)}"
         where = f"on {', '.join(dict.fromkeys(self._places))}" if self._places else ""
         return " · ".join(filter(None, (f"{ran} {where}".strip(), READERS.get(self._audience, ""))))
 
@@ -236,7 +244,7 @@ class _Cells:
         folder, state = RunFolder(self._runs / name), self._state(name)
         self._places.append(page.place(state))
         mark = '<span class="recorded">recorded</span> ' if self._recorded else ""
-        head = f"<p>{mark}<b>{escape(page.title(state))}</b> {escape(page.facts(state, self._recorded))}</p>"
+        head = f"<p>{mark}<b>{escape(page.title(state))}</b> {escape(page.facts(state, bool(self._recorded)))}</p>"
         inner = page.logs(folder, state) + self._script(folder, state) if folds else ""
         return f'<div class="run">{head}{inner}</div>'
 

@@ -20,6 +20,7 @@ from labkit.record.documents import Guesses, SpecFields, plain
 from labkit.record.files import NotPlain
 from labkit.record.folder import RunFolder, runs_root
 from labkit.record.follow import Follower
+from labkit.record.packed import SHIPPED, shipped_like
 from labkit.record.state import OVER, RunState
 from labkit.record.status import current
 
@@ -58,10 +59,21 @@ class RecordedRuns:
         )
 
 
+class ShippedRuns:
+    """The runs that come with the lab: one of each strategy, which takes the place of all of its runs, whatever their
+    settings."""
+
+    def take(self, spec: Spec, source: str | None = None) -> RunFolder | None:
+        """The run of the same strategy; None for a script of the lab's own, which is started."""
+        name = shipped_like(spec.strategy, spec.processes) if spec.strategy and source is None else None
+        return RunFolder.find(name) if name else None
+
+
 def stand_in(folder: str) -> None:
     """Makes every run started in this process a copy of a recorded one from `folder`, with the predictions of the
     lab that starts it."""
-    recorded = RecordedRuns(Path(folder))
+    recorded = ShippedRuns() if Path(folder) == SHIPPED else RecordedRuns(Path(folder))
+    start_now = Job.start
 
     def start(
         cls: type[Job],
@@ -70,10 +82,14 @@ def stand_in(folder: str) -> None:
         root: Path | None = None,
         source: str | None = None,
         guess: Guesses | None = None,
-        **_: object,
+        **others: Any,
     ) -> Job:
         found = recorded.take(spec, source)
-        copied = found.copy((root or runs_root()) / found.name)
+        if found is None:
+            return start_now(spec, root=root, source=source, guess=guess, **others)
+        place = (root or runs_root()) / found.name
+        again = len([*place.parent.glob(f"{place.name}*")])  # of shipped runs: others are taken once
+        copied = found.copy(place.with_name(f"{place.name}-{again + 1}") if again else place)
         if guess is not None:
             RunFolder.write_json(copied.guess, guess)
         return cls(copied)

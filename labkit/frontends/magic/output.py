@@ -207,7 +207,7 @@ def _block(output: RankOutput) -> str:
     elif output.aside:
         errors = f"<details><summary>stderr</summary>{errors}</details>"
     pictures = "".join(_image(*picture, output.name) for picture in output.pictures)
-    nothing = "" if said or errors or passed or value or pictures else '<span style="opacity:.6">(no output)</span>'
+    nothing = "" if said or errors or passed or value or pictures else '<span style="opacity:.75">(no output)</span>'
     squares = "".join(f'<span style="color:{rank_colour(rank)}">■</span>' for rank in (output.rank, *output.others))
     took = f' <span style="opacity:.75">{escape(output.took)}</span>' if output.measured else ""
     mark = f'<span aria-hidden="true">{squares}</span> <b>{escape(output.heading)}</b>{took}'

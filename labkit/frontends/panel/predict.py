@@ -58,7 +58,7 @@ class GuessFields:
                 if text := field.value.strip():
                     check_guess(name, _number(text))
             except ValueError as error:
-                self._wrong.value = sentence_html(str(error))
+                self._wrong.value = sentence_html(str(error).replace(name, FIGURES[name].label, 1))
 
     def show(self, shown: bool) -> None:
         """Shows or hides the row."""

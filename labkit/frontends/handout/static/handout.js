@@ -11,6 +11,8 @@
   const CLEAR = "rgba(0,0,0,0)"; // the background of a figure without one
   const CONFIG = %CONFIG%;
   const NOTE = "</b><span";
+  const EDGES = 20; // px on both sides of a title
+  const LETTER = 0.64; // width of a letter of a title, relative to its size
 
   // ---- light and dark: as the system is set, until the user chooses
 
@@ -55,6 +57,12 @@
     return new Response(stream).text();
   }
 
+  // What is scrolled can be scrolled with the keyboard, too.
+  function reach(box) {
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+    else box.removeAttribute("tabindex");
+  }
+
   function theme() {
     const style = getComputedStyle(document.body);
     // computed colours, because CSS variables are not resolved
@@ -88,6 +96,7 @@
       this.width = width;
       window.Plotly.react(this.box, data, fitted, CONFIG);
       accessible(this.box);
+      reach(this.place);
       if (first && frames?.length) window.Plotly.addFrames(this.box, frames);
       if (first && moves) this.controls = new Controls(this.place, this.box, frames, layout.meta.plays);
       this.controls?.whole();
@@ -168,9 +177,18 @@
       layout.margin = { ...layout.margin, r: 12, b: (layout.margin?.b ?? 60) + 56 };
       layout.height += 56;
     }
+    fitTitle(layout);
     if (!layout.title?.text?.includes(NOTE)) return;
     layout.title = { ...layout.title, text: layout.title.text.replace(NOTE, NOTE.replace("<span", "<br><span")), pad: { ...layout.title.pad, t: 16 } };
     layout.margin.t = (layout.margin.t ?? 60) + 16;
+  }
+
+  // The first line of a title is no longer than the figure.
+  function fitTitle(layout) {
+    const [line] = (layout.title?.text ?? "").split(/<br>|<span/);
+    const room = (layout.width - EDGES) / (LETTER * line.replace(/<[^>]*>/g, "").length);
+    const size = Math.min(layout.title?.font?.size ?? Infinity, room);
+    if (Number.isFinite(size)) layout.title = { ...layout.title, font: { ...layout.title.font, size } };
   }
 
   async function figures() {
@@ -235,14 +253,8 @@
     screen();
   });
 
-  // What is scrolled can be scrolled with the keyboard, too.
-  const fits = new ResizeObserver((entries) => {
-    for (const { target } of entries) {
-      if (target.scrollWidth > target.clientWidth) target.tabIndex = 0;
-      else target.removeAttribute("tabindex");
-    }
-  });
-  document.querySelectorAll("pre").forEach((text) => fits.observe(text));
+  const fits = new ResizeObserver((entries) => entries.forEach(({ target }) => reach(target)));
+  document.querySelectorAll("pre, .wide-table").forEach((text) => fits.observe(text));
 
   // On a narrow screen the table of contents is closed at first.
   const contents = document.querySelector("nav > details");
@@ -258,6 +270,7 @@
       const box = document.createElement("div");
       box.className = "labkit-machine";
       place.prepend(box);
+      fits.observe(box);
       new Stage(box, { ...films[Number(place.dataset.film)], moves: false });
       place.classList.add("drawn");
     }

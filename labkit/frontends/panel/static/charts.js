@@ -47,43 +47,71 @@ function theme(element) {
   return { ink: of("--labkit-ink", style.color), grid: of("--labkit-grid", "rgba(128,128,128,0.3)"), scale };
 }
 
-const ENTRY = 19; // px of height of one entry of a legend
+const ENTRY = 20; // px of height of one entry of a legend
 const NARROW = 330; // px of width below which a chart with letters of normal size has no legend
 const BASE_HEIGHT = 140; // px of height that a chart needs for letters of normal size
 const BOLD = 0.64; // width of a letter of a heading, relative to its size
 const LETTER = 0.6; // width of a letter of an axis title, relative to its size
 const SMALLEST = 7; // px of an axis title
+const FEW = 4; // numbers below a narrow chart
+const NOTE = /<span.*<\/span>/; // of a heading
+const NOTE_SIZE = 10; // px of its letters
 const BELOW_HEADING = 0.25; // of the top margin
 
-function themed(chart, { ink, grid, scale: wanted }, charts) {
-  const scale = Math.min(wanted, Math.max(1, chart.box.clientHeight / BASE_HEIGHT));
+function themed(chart, { ink, grid, scale }, charts) {
+  const shown = [...charts].filter(({ box }) => box.clientHeight);
+  for (const one of shown) shape(one, scale, shown); // the size of its letters depends on all of them
   const { layout, data } = chart;
   layout.font.color = ink;
   for (const axis of [layout.xaxis, layout.yaxis]) axis.gridcolor = grid;
   for (const trace of data) if (trace.meta?.ink) trace.line.color = ink;
+  layout.xaxis.title.font = layout.yaxis.title.font = { size: Math.min(...shown.map(titleSize)) }; // one size in all charts
+  fitNote(chart);
+  fitLegend(chart);
+}
+
+function shape(chart, wanted, shown) {
+  const scale = Math.min(wanted, Math.max(1, chart.box.clientHeight / BASE_HEIGHT));
+  const { data } = chart;
   widen(chart);
   resize(chart, scale / (chart.scale ?? 1));
   chart.scale = scale;
-  if (chart.box.clientWidth < NARROW * scale) narrow(chart);
+  if (chart.box.clientWidth < NARROW * scale) narrow(chart, shown);
   else if (data.every((trace) => trace.type === "scatter") && ENTRY * scale * data.filter(({ showlegend }) => showlegend).length > legendRoom(chart)) unlisted(chart);
-  layout.yaxis.title.font = { size: Math.min(...[...charts].filter(({ box }) => box.clientHeight).map(titleSize)) }; // one size in all charts
-  fitLegend(chart);
+}
+
+// The note beside a heading ends where the chart ends.
+function fitNote({ box, scale, layout: { title } }) {
+  const [heading, note] = [title.text.replace(NOTE, ""), title.text.match(NOTE)?.[0] ?? ""].map(letters);
+  const room = box.clientWidth - 2 * title.pad.l - BOLD * title.font.size * heading;
+  const size = Math.max(SMALLEST, Math.min(NOTE_SIZE * scale, room / (LETTER * note)));
+  title.text = title.text.replace(/font-size:[\d.]+px/, `font-size:${size}px`);
+}
+
+// How many letters a text has without its markup.
+function letters(text) {
+  return text.replace(/<[^>]*>/g, "").length;
 }
 
 // A narrow chart, one of four in a row, has the room for its plot: no legend and no note, whose colours and words the
 // picture of the machine and the hover text have.
-function narrow(chart) {
+function narrow(chart, shown) {
   unlisted(chart);
   const { title } = chart.layout;
-  title.text = title.text.replace(/<span.*<\/span>/, "");
-  const letters = title.text.replace(/<[^>]*>/g, "").length;
-  title.font.size = Math.min(title.font.size, (chart.box.clientWidth - 2 * title.pad.l) / (BOLD * letters));
+  title.text = title.text.replace(NOTE, "");
+  chart.layout.xaxis.nticks = FEW;
+  title.font.size = Math.min(title.font.size, ...shown.map(headingSize)); // one size in all charts
+}
+
+// The heading of a narrow chart is no longer than the chart.
+function headingSize({ box, layout: { title } }) {
+  return (box.clientWidth - 2 * title.pad.l) / (BOLD * letters(title.text.replace(NOTE, "")));
 }
 
 // No legend of ranks that would end before the last rank.
 function unlisted(chart) {
   const { layout } = chart;
-  chart.wide = { right: layout.margin.r, title: layout.title.text, size: layout.title.font.size };
+  chart.wide = { right: layout.margin.r, title: layout.title.text, size: layout.title.font.size, nticks: layout.xaxis.nticks };
   layout.showlegend = false;
   layout.margin.r = layout.margin.t / 2;
 }
@@ -95,13 +123,16 @@ function widen(chart) {
   layout.margin.r = wide.right;
   layout.title.text = wide.title;
   layout.title.font.size = wide.size;
+  layout.xaxis.nticks = wide.nticks;
   chart.wide = null;
 }
 
-// The rotated title of the y axis is no longer than the axis: in a low chart it would reach the heading.
-function titleSize({ box, layout: { yaxis, font, margin } }) {
-  const room = box.clientHeight - margin.t - margin.b;
-  return Math.max(SMALLEST, Math.min(1.2 * font.size, room / (LETTER * yaxis.title.text.length)));
+// The rotated title of the y axis is no longer than the axis: in a low chart it would reach the heading. That of the x axis
+// stands in the middle of it, and ends where the chart ends.
+function titleSize({ box, layout: { xaxis, yaxis, font, margin } }) {
+  const high = (box.clientHeight - margin.t - margin.b) / yaxis.title.text.length;
+  const wide = (box.clientWidth - Math.abs(margin.l - margin.r)) / xaxis.title.text.length;
+  return Math.max(SMALLEST, Math.min(1.2 * font.size, Math.min(high, wide) / LETTER));
 }
 
 // The legend begins below the heading, and scrolls if it is longer than the chart.
@@ -112,15 +143,15 @@ function legendRoom({ box, layout: { margin } }) {
 function fitLegend(chart) {
   const { legend, margin } = chart.layout;
   const room = legendRoom(chart);
-  if (legend.y > 1) legend.y = 1 + BELOW_HEADING * margin.t / (room - margin.b);
-  legend.maxheight = room;
+  const above = legend.y > 1 ? BELOW_HEADING * margin.t : 0; // the plot
+  legend.y = 1 + above / (room - margin.b);
+  legend.maxheight = room + above;
 }
 
 function resize({ layout, data }, by) {
   if (by === 1) return;
   for (const font of [layout.font, layout.title.font, layout.legend.font]) font.size *= by;
   for (const side of ["l", "r", "t", "b"]) layout.margin[side] *= by;
-  layout.title.text = layout.title.text.replace(/font-size:([\d.]+)px/g, (_, size) => `font-size:${size * by}px`);
   for (const trace of data) if (trace.type === "scatter") trace.line.width *= by;
 }
 
@@ -236,10 +267,12 @@ class Board {
       for (const chart of this.charts.values()) {
         const { box, dirty } = chart;
         if (!dirty) continue;
+        const wasHidden = chart.hidden;
+        chart.hidden = !box.clientWidth && !box.clientHeight;
         if (box.clientWidth && box.clientHeight) visible.push(chart);
-        else if (!box.clientWidth && !box.clientHeight) {
+        else if (chart.hidden && !wasHidden) {
           // it is drawn when it becomes visible: it is observed anew, as the observer tells nothing of a box that is
-          // hidden and shown within one frame
+          // hidden and shown within one frame; only once, because the observer answers, and the answer comes here
           this.resizing.unobserve(box);
           this.resizing.observe(box);
         }

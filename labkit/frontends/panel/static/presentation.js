@@ -6,6 +6,14 @@ const PRESSED = ".widget-toggle-button, .widget-toggle-buttons button";
 // closed first by Escape
 const EXPANDED = [".labkit-more.mod-active", ".labkit-why.mod-active", ".labkit-compare-more.mod-active"];
 
+const SCROLLED = ".labkit-comparison, .labkit-before, .labkit-diagnoses, .labkit-outcome"; // text without controls
+
+// What is scrolled can be scrolled with the keyboard, too.
+function reach(box) {
+  if (box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight) box.tabIndex = 0;
+  else box.removeAttribute("tabindex");
+}
+
 function isTyping(element) {
   if (element.isContentEditable || ["TEXTAREA", "SELECT"].includes(element.tagName)) return true;
   return element.tagName === "INPUT" && !["checkbox", "radio", "button"].includes(element.type);
@@ -36,6 +44,7 @@ class Panel {
     element.querySelector(".labkit-words")?.setAttribute("role", "status");
     const changed = new MutationObserver((changes) => changes.forEach((one) => this.changed(one)));
     changed.observe(element, { subtree: true, childList: true, attributes: true, attributeFilter: ["class", "disabled"] });
+    this.sizes = new ResizeObserver((sizes) => sizes.forEach(({ target }) => reach(target.closest(SCROLLED))));
     const focused = (event) => (this.last = event.target);
     const key = (event) => this.key(event);
     element.addEventListener("focusin", focused);
@@ -44,6 +53,7 @@ class Panel {
     window.addEventListener("pointerdown", pressed, true);
     this.close = () => {
       changed.disconnect();
+      this.sizes.disconnect();
       element.removeEventListener("focusin", focused);
       window.removeEventListener("keydown", key, true);
       window.removeEventListener("pointerdown", pressed, true);
@@ -55,11 +65,13 @@ class Panel {
   changed({ type, target, addedNodes }) {
     if (type === "childList") addedNodes.forEach((node) => node.querySelectorAll && this.label(node));
     else if (target.matches(PRESSED)) this.press(target);
+    else if (target.matches(SCROLLED)) this.label(target.parentElement); // a widget gets its classes later
     if (target.disabled && target === this.last) this.keep(target);
   }
 
   label(element) {
     for (const button of element.querySelectorAll(PRESSED)) this.press(button);
+    for (const part of element.querySelectorAll(`:is(${SCROLLED}), :is(${SCROLLED}) > *`)) this.sizes.observe(part);
   }
 
   press(button) {

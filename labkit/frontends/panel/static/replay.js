@@ -85,7 +85,8 @@ function mark({ kind, what, position }, seconds) {
 }
 
 function jump({ kind, what, position }, seek) {
-  const button = make("button", { type: "button", textContent: `${MARKS[kind]} ${what}`, title: `go to: ${what}` });
+  const words = kind === "finding" ? "first finding" : what; // which one is said above the time line
+  const button = make("button", { type: "button", textContent: `${MARKS[kind]} ${words}`, title: `go to: ${what}` });
   button.className = `labkit-moment-${kind}`;
   button.dataset.position = position;
   button.onclick = () => seek(position);
