@@ -7,7 +7,8 @@ cells, and a second thread answers questions meanwhile: where the rank is, which
 
 | asked (`do`) | answered |
 | --- | --- |
-| `run`: `cell`, `code`, `up` | `done`: `seconds`, `peak`, `sent`, `calls`, `value`, `pictures`, `error`, `reports` |
+| `run`: `cell`, `code`, `up`, `asks` | `done`: `seconds`, `peak`, `sent`, `calls`, `value`, `pictures`, `error`, … |
+| `answer`: `number`, `text` | nothing; before, a rank sent `asks`: `number`, `prompt`. Without a text nobody answers |
 | `where` | `cell` and `line`, what it waits in (`call`, `pending`), seconds in which it was busy (`cpu`) |
 | `variables` | `rows`: name, type, shape, dtype, device, bytes of each |
 | `complete`: `text` | `completed`: `names` of variables, or of attributes, that begin with it |
@@ -19,6 +20,9 @@ cells, and a second thread answers questions meanwhile: where the rank is, which
 | `cut`: `peers` | nothing: the cell gets an error from the collective in which it waits |
 | `regroup`: `number` | `regrouped`: `error`, empty if the process group was made again |
 | `end` | the script continues after `serve` |
+
+A cell asks by `input()`, and `breakpoint()` starts Python's debugger, which asks for its commands, if `asks` says that
+someone is there to answer.
 
 If a cell raises an exception, the frames of the script in it are kept until the next cell. A cell with a number `up` is
 evaluated in one of them, with its variables: 0 is the innermost one. Without code, its value is a list of them.
@@ -32,12 +36,14 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import bdb
 import builtins
 import inspect
 import io
 import json
 import linecache
 import os
+import pdb
 import pprint
 import queue
 import rlcompleter
@@ -54,7 +60,7 @@ from contextlib import suppress
 from itertools import islice
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,15 +94,11 @@ def serve(namespace: dict[str, Any]) -> None:
         Cells(connection, namespace).run()
 
 
-def _refuse_input(prompt: object = "") -> NoReturn:
-    raise RuntimeError("input() cannot ask anyone on a rank: set a variable in the notebook, and %ranks push it")
+class _Debugger(pdb.Pdb):
+    """Python's debugger, for which a cell is no file in the working folder."""
 
-
-def _refuse_breakpoint(*_: object, **__: object) -> NoReturn:
-    raise RuntimeError(
-        "breakpoint() cannot ask anyone on a rank, so it ends the cell here; %%ranks debug runs cells with the"
-        " variables of this place"
-    )
+    def canonic(self, filename: str) -> str:
+        return filename if filename in linecache.cache else super().canonic(filename)
 
 
 class Cells:
@@ -119,8 +121,11 @@ class Cells:
         self._places: dict[str, int] = {}  # by display id: the index of a picture
         self._loop: asyncio.AbstractEventLoop | None = None  # of cells with `await`
         self._shell: Any = None  # IPython, which runs magics and shell commands
+        self._asks = False  # whether someone is there to answer
+        self._questions = 0
+        self._answers: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
         self._backend = dist.get_backend()
-        builtins.input, sys.breakpointhook = _refuse_input, _refuse_breakpoint
+        builtins.input, sys.breakpointhook = self._input, self._break
         warnings.filterwarnings("ignore", "FigureCanvasAgg is non-interactive")  # plt.show(): the notebook shows it
         torch.monitor.register_event_handler(self._hear)
 
@@ -131,7 +136,7 @@ class Cells:
         self._send(did="ready", pid=os.getpid())
         while (message := self._asked.get())["do"] != "end":
             if message["do"] == "run":
-                self._run(message["cell"], message["code"], message["up"])
+                self._run(message["cell"], message["code"], message["up"], message["asks"])
             elif message["do"] == "comm":
                 self._hear_view(message["id"], message["content"], message["buffers"])
             else:
@@ -160,6 +165,8 @@ class Cells:
             case "interrupt":
                 if self._cell:
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            case "answer":
+                self._answers.put((message["number"], message["text"]))
             case "where":
                 self._send(did="where", **self._where())
             case "variables":
@@ -207,7 +214,7 @@ class Cells:
         if self._steps:
             self._steps.cell_ends()
 
-    def _run(self, name: str, code: str, up: int | None) -> None:
+    def _run(self, name: str, code: str, up: int | None, asks: bool) -> None:
         self._cells.add(name)
         if up is None:
             self._raised.clear()  # and with it what its variables hold
@@ -224,14 +231,15 @@ class Cells:
         value, error = "", None
         try:
             try:
-                self._cell = name
+                self._cell, self._asks = name, asks
                 if "IPython" in sys.modules or any(package in code for package in _SHOWING):
                     self._ipython()
                 value = self._execute(name, code, self._namespace) if up is None else self._debug(name, code, up)
                 self._pictures += _figures()
                 _synchronize()
             finally:
-                self._cell = ""
+                sys.settrace(None)  # of a debugger
+                self._cell, self._asks = "", False
         except BaseException as raised:
             error = _described(clean(raised), name)
             if up is None:
@@ -254,6 +262,39 @@ class Cells:
             reports=self._reports,
             calls=_calls(),
         )
+
+    def _input(self, prompt: object = "") -> str:
+        """`input` of a cell: the notebook asks."""
+        if not self._asks or threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("input() can ask nobody here: set a variable in the notebook, and %ranks push it")
+        self._questions += 1
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self._is_idle(True)
+        try:
+            self._send(did="asks", number=self._questions, prompt=str(prompt))
+            answered, text = self._answers.get()
+            while answered != self._questions:  # of an input that was interrupted
+                answered, text = self._answers.get()
+        finally:
+            self._is_idle(False)
+        if text is None:
+            raise EOFError("the cell was interrupted")
+        return text
+
+    def _is_idle(self, idle: bool) -> None:
+        """Who waits for a person does not hang."""
+        if self._steps:
+            self._steps.progress, self._steps.idle = time.monotonic(), idle
+
+    def _break(self, *_: object, **__: object) -> None:
+        """`breakpoint` of a cell: Python's debugger, which asks for its commands in the notebook."""
+        if not self._asks:
+            raise RuntimeError(
+                "breakpoint() can ask nobody here, so it ends the cell; %%ranks debug runs cells with the variables of"
+                " this place"
+            )
+        _Debugger(nosigint=True, skip=["labkit.*"]).set_trace(sys._getframe(1))
 
     def _debug(self, name: str, code: str, up: int) -> str:
         """Runs a cell with the variables of a frame of the last exception; without code, the value is all frames."""
@@ -610,6 +651,8 @@ def _frame_text(number: int, frame: types.FrameType, line: int) -> str:
 
 
 def _message(error: BaseException) -> str:
+    if isinstance(error, bdb.BdbQuit):
+        return "the debugger was left, which ends the cell"
     try:
         return str(error)
     except Exception:

@@ -209,8 +209,6 @@ def test_values_travel_to_the_notebook_and_back(front):
         ("%%torchrun 999 --keep\n1", "this machine has at most"),
         ("%ranks begin", "'begin' is not known; there are %ranks, %ranks stop"),
         ("%ranks pull x.y", "the name of a variable is needed, got 'x.y'"),
-        ("%%ranks\ninput('?')", "RuntimeError: input() cannot ask anyone on a rank"),
-        ("%%ranks\nbreakpoint()", "RuntimeError: breakpoint() cannot ask anyone on a rank"),
     ],
 )
 def test_what_is_not_possible_is_one_sentence(front, code, words):
@@ -229,12 +227,49 @@ def test_an_exception_on_one_rank_frees_those_that_wait_for_it(front):
     assert "tensor([3.])" in front.shows("%%ranks\ndist.all_reduce(held)\nheld")
 
 
+def test_ranks_ask_one_after_the_other(front):
+    prompts, shown = front.answers("%%ranks 0-1\nname = input('Who? ')\nname", "Ada", "Grace")
+    assert sorted(prompts) == ["rank 0: Who? ", "rank 1: Who? "]
+    assert "'Ada'" in shown and "'Grace'" in shown and "ran on ranks 0–1" in shown
+
+
+LOOP = "%%ranks\ntotal = 0\nfor number in range(3):\n    if rank == 1 and number == 1:\n        breakpoint()\n"
+LOOP += "    total += number\ndist.barrier()\ntotal"
+
+
+def test_a_rank_stops_at_a_breakpoint_and_is_stepped_while_the_others_wait(front):
+    prompts, shown = front.answers(LOOP, "p 10 * number", "!total = 40", "n", "p -total", "b 6", "c", "cl 1", "c")
+    assert prompts == ["rank 1: (Pdb) "] * 8
+    of_rank_1 = shown.partition("── rank 1")[2].partition("── rank")[0]
+    assert of_rank_1.count("(6)<module>()\n-> total += number") == 2 and "> Cell In[" in of_rank_1
+    assert "\n10\n" in of_rank_1 and "\n-41\n" in of_rank_1 and of_rank_1.rstrip().endswith("43")
+    assert "ran on ranks 0–2" in shown
+    assert "ran on ranks 0–2" in front.shows("%%ranks\nfor number in range(3):\n    total += number"), "nothing traces"
+
+
+def test_the_debugger_can_be_left_or_interrupted_and_the_group_works(front):
+    _, shown = front.answers(LOOP, "q")
+    assert "rank 1 failed at line 6: BdbQuit: the debugger was left" in shown and "cells.py" not in shown
+    request = front.begin(LOOP)
+    assert front.client.get_stdin_msg(timeout=SECONDS)["content"]["prompt"] == "rank 1: (Pdb) "
+    front.manager.interrupt_kernel()
+    assert "variables are there" in front.end(request)
+    prompts, shown = front.answers("%%ranks 2\ninput('again? ')", "yes")
+    assert prompts == ["rank 2: again? "] and "'yes'" in shown
+
+
+@pytest.mark.parametrize("call", ["input('?')", "breakpoint()"])
+def test_where_nobody_answers_a_cell_that_asks_ends(front, call):
+    request = front.client.execute(f"%%ranks\n{call}", allow_stdin=False)
+    assert f"RuntimeError: {call.partition('(')[0]}() can ask nobody here" in front.end(request)
+
+
 def test_the_place_of_an_exception_can_be_looked_at_until_the_next_cell(front):
     function = (
-        "def part(n):\n    mine = torch.ones(2) * rank\n    if rank == 1:\n        breakpoint()\n    return mine\n"
+        "def part(n):\n    mine = torch.ones(2) * rank\n    if rank == 1:\n        raise ValueError\n    return mine\n"
     )
     shown = front.shows(f"%%ranks\n{function}def call(depth):\n    part(depth + 1)\ncall(4)")
-    assert "rank 1 failed at line 5: RuntimeError: breakpoint() cannot ask anyone" in shown
+    assert "rank 1 failed at line 5: ValueError" in shown
     listed = front.shows("%ranks debug")
     assert (
         "up 0: part, line 5 of Cell In" in listed and "mine: Tensor [2] float32 cpu" in listed and "n: int 5" in listed

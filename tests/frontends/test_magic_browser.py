@@ -161,3 +161,37 @@ def test_a_widget_of_a_rank_calls_functions_there(page, jupyter):
     sync_api.expect(cell.locator(".widget-label").last).to_have_text("rank 1 has 4")
     see(cell)
     picture(page, "24-widget-of-a-rank")
+
+
+STOPS = f"""{HEAD}
+# %%
+# %%torchrun 2 --keep --device cpu
+total = 0
+for number in range(3):
+    if rank == 1 and number == 1:
+        breakpoint()
+    total += number
+x = torch.full((1,), float(total))
+dist.all_reduce(x)
+x
+"""
+
+
+def test_a_rank_is_stepped_in_the_notebook_while_the_other_waits(page, jupyter):
+    (jupyter.work / "stops.py").write_text(STOPS)
+    open_notebook(page, jupyter, "stops.py")
+    page.locator(".jp-CodeCell .cm-content").first.click()
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.press("Shift+Enter")  # a command would wait until the cell is over
+    cell = page.locator(".jp-CodeCell").nth(1)
+    for number, text in enumerate(("p number", "!total = 40", "n", "c")):
+        prompts = cell.locator(".jp-Stdin-prompt", has_text="rank 1: (Pdb)")
+        sync_api.expect(prompts).to_have_count(number + 1, timeout=RUN_TIMEOUT)
+        if number == 3:
+            sync_api.expect(cell.locator(".labkit-cell-state")).to_contain_text("rank 1 asks")
+            see(cell)
+            picture(page, "25-debugger-of-a-rank")
+        cell.locator(".jp-Stdin-input").last.fill(text)
+        page.keyboard.press("Enter")
+    sync_api.expect(cell.locator(".labkit-cell-state")).to_contain_text("ran on ranks 0–1", timeout=RUN_TIMEOUT)
+    sync_api.expect(cell.locator(".labkit-cell-value").first).to_contain_text("tensor([46.])")

@@ -62,6 +62,15 @@ class Front:
         """Executes code and returns all that it shows at its end, as text or as HTML."""
         return self.end(self.begin(code), kind_of_text)
 
+    def answers(self, code: str, *texts: str) -> tuple[list[str], str]:
+        """Executes code and answers what it asks, one text after the other; returns the prompts, and all that it
+        shows."""
+        request, prompts = self.begin(code), []
+        for text in texts:
+            prompts.append(self.client.get_stdin_msg(timeout=SECONDS)["content"]["prompt"])
+            self.client.input(text)
+        return prompts, self.end(request)
+
     def take(self, message) -> None:
         """Stores displayed output by its display id."""
         place = message["content"].get("transient", {}).get("display_id")

@@ -165,7 +165,8 @@ class KeptCell:
     def go(self) -> bool:
         """Runs the cell to its end; returns whether it succeeded on all ranks. Raises `RanksGone` if the ranks are
         gone afterwards."""
-        self._group.tell(self._numbers, "run", cell=self._name, code=self._body, up=self._up)
+        fields = {"cell": self._name, "code": self._body, "up": self._up, "asks": _someone_answers()}
+        self._group.tell(self._numbers, "run", **fields)
         try:
             while self._open:
                 try:
@@ -202,7 +203,7 @@ class KeptCell:
 
     def _follow(self) -> None:
         now = time.monotonic()
-        self._group.hear(0.02 if now - self._begun < 1 else 0.1, done=self._ended, where=self._moved)
+        self._group.hear(0.02 if now - self._begun < 1 else 0.1, done=self._ended, where=self._moved, asks=self._asked)
         if now - max(self._looked, self._begun) > _LOOK:
             self._looked = now
             self._group.tell(self._open, "where")
@@ -224,6 +225,15 @@ class KeptCell:
         rank = self._ranks.get(message.rank)  # None of an earlier cell
         if rank is not None and not rank.was_cut:  # it is said where it waited, not where it went from there
             rank.moves_to(message.fields, time.monotonic())
+
+    def _asked(self, message: Message) -> None:
+        """A rank calls `input`, or its debugger asks for a command."""
+        text = None
+        if self._interrupted is None and self._cut is None:
+            self._show("waiting", f"rank {message.rank} asks", self._waiting())
+            with suppress(EOFError):
+                text = input(f"rank {message.rank}: {message.fields['prompt']}")
+        self._group.tell([message.rank], "answer", number=message.fields["number"], text=text)
 
     def _act(self, now: float) -> None:
         waits = self._open and all(self._ranks[number].waits for number in self._open)
@@ -392,6 +402,13 @@ class KeptCell:
     def _named(self, text: str) -> str:
         """Names of cells without quotes, as IPython has them."""
         return re.sub(r'File "(Cell In\[\d+\])", line', r"\1, line", text)
+
+
+def _someone_answers() -> bool:
+    """Whether `input` can ask someone: not in a notebook that is executed without a person."""
+    shell = get_ipython()
+    kernel = getattr(shell, "kernel", None)
+    return shell is not None and (kernel is None or getattr(kernel, "_allow_stdin", False))
 
 
 # ---- the magics
