@@ -18,7 +18,7 @@ import msgspec
 from labkit.analysis.diagnose.finding import shorter
 from labkit.analysis.foreign.breakdown import short_name
 from labkit.analysis.foreign.page import Table
-from labkit.analysis.metrics import median
+from labkit.analysis.metrics import median, step_times
 from labkit.analysis.profiled import parts, usual
 from labkit.common.units import counted, milliseconds
 from labkit.record.events import Call, Timeline
@@ -280,7 +280,7 @@ def _logged_changes(before: str, old: RunState, after: str, new: RunState, ranks
 def _timed(state: RunState, number: int) -> dict[int, float]:
     """By its number the seconds of each step of a rank, if they are known."""
     rank = state.ranks.get(number)
-    columns = zip(rank.steps.step, rank.steps.seconds) if rank else ()
+    columns = zip(rank.steps.step[:], step_times(rank, slice(None))) if rank else ()
     return {int(step): float(seconds) for step, seconds in columns if seconds > 0}
 
 
