@@ -26,25 +26,30 @@ _STEPS, _NUMBERS = 1000, 256  # steps of a case, numbers of a gradient
 _FIRST, _LAST = 4.0, 0.1  # the squared norm of the true gradient, which shrinks as in a training
 _NEAR = 0.15  # relative error of an estimate that is right
 _SAFE = 0.06  # relative error of both right estimates of a case that is asked
+_NAMED, _ROUNDED = 1e-3, 2e-5  # relative difference from a mistake that has a name, and what rounding may be of it
 
 
 @dataclass(frozen=True)
 class Gradients:
     """A case: for each step a pair per rank, of the number of samples and their gradient; the true noise scale; and
-    the values of mistakes, with words."""
+    the values of mistakes, with words, and `rounded` as they are in float32."""
 
     steps: list[list[tuple[int, Tensor]]]
     noise: float
     right: tuple[float, float]
     mistakes: tuple[tuple[float, str], ...]
+    rounded: tuple[tuple[float, str], ...]
 
 
 def draw_gradients(random: Random) -> Gradients:
-    """A case in which every mistake can be told from the right estimates."""
+    """A case in which every mistake can be told from the right estimates, in whatever order its sums are computed: a
+    mean of ratios may depend on one step in which |G|² seems to be almost zero."""
     while True:
         case = _some_gradients(random)
         apart = all(abs(value / case.noise - 1) > _FAR for value, _ in case.mistakes)
-        if apart and all(abs(value / case.noise - 1) < _SAFE for value in case.right):
+        near = all(abs(value / case.noise - 1) < _SAFE for value in case.right)
+        pairs = zip(case.mistakes, case.rounded)
+        if apart and near and all(math.isclose(exact, value, rel_tol=_ROUNDED) for (exact, _), (value, _) in pairs):
             return case
 
 
@@ -52,16 +57,29 @@ def _some_gradients(random: Random) -> Gradients:
     import torch
 
     shares = random.sample((4, 8, 16, 32), random.randint(2, 4))
-    total, ranks = sum(shares), len(shares)
+    total = sum(shares)
     generator = torch.Generator().manual_seed(random.getrandbits(48))
     norms = _FIRST * (_LAST / _FIRST) ** torch.linspace(0, 1, _STEPS)
     true = torch.nn.functional.normalize(torch.randn(_STEPS, _NUMBERS, generator=generator)) * norms.sqrt()[:, None]
     noise = total * random.uniform(0.8, 1.6)
     deviation = (noise * norms.mean() / _NUMBERS).sqrt()  # of a number of the gradient of one sample
     gradients = [true + deviation / share**0.5 * torch.randn(_STEPS, _NUMBERS, generator=generator) for share in shares]
-    each = torch.stack([gradient.square().sum(1) for gradient in gradients])
+    right, mistakes = _estimates(shares, [gradient.double() for gradient in gradients])
+    given = [list(zip(shares, row)) for row in zip(*gradients)]
+    return Gradients(given, noise, right, mistakes, _estimates(shares, gradients)[1])
+
+
+def _estimates(
+    shares: Sequence[int], gradients: Sequence[Tensor]
+) -> tuple[tuple[float, float], tuple[tuple[float, str], ...]]:
+    """The right estimates of the noise scale, and those of mistakes, with words."""
+    import torch
+
+    total, ranks = sum(shares), len(shares)
+    together = torch.stack(list(gradients))
+    each = together.square().sum(2)
     mean = sum(share * gradient for share, gradient in zip(shares, gradients)) / total
-    small, large, unweighted = each.mean(0), mean.square().sum(1), torch.stack(gradients).mean(0).square().sum(1)
+    small, large, unweighted = each.mean(0), mean.square().sum(1), together.mean(0).square().sum(1)
     harmonic, arithmetic = ranks / sum(1 / share for share in shares), total / ranks
 
     def parts(low: Tensor, high: Tensor, batch: float) -> tuple[Tensor, Tensor]:
@@ -72,7 +90,7 @@ def _some_gradients(random: Random) -> Gradients:
         return float(noisy.mean() / signal.mean())
 
     noisy, signal = parts(small, large, harmonic)
-    crossed = (torch.stack(gradients).sum(0).square().sum(1) - each.sum(0)) / (ranks * (ranks - 1))
+    crossed = (together.sum(0).square().sum(1) - each.sum(0)) / (ranks * (ranks - 1))
     dots = crossed.mean()  # the mean product of two ranks' gradients is |G|² as well
     pairs = torch.stack([share * (squares.mean() - dots) for share, squares in zip(shares, each)]).mean() / dots
     mistakes = (
@@ -106,9 +124,8 @@ def _some_gradients(random: Random) -> Gradients:
         noise_scale(float(small.mean()), float(large.mean()), harmonic, ranks), "the ranks have different numbers of"
         " samples, and this treats them as equal",
     )  # fmt: skip
-    given = [list(zip(shares, row)) for row in zip(*gradients)]
     right = float(noisy.mean() / signal.mean()), float(pairs)
-    return Gradients(given, noise, right, tuple((float(value), words) for value, words in mistakes))
+    return right, tuple((float(value), words) for value, words in mistakes)
 
 
 def _noise(answer: Any) -> str:
@@ -132,7 +149,7 @@ def _noise(answer: Any) -> str:
 
 def _why(given: float, case: Gradients) -> str:
     for value, words in case.mistakes:
-        if math.isclose(given, value, rel_tol=1e-3):
+        if math.isclose(given, value, rel_tol=_NAMED):
             return words[0].upper() + words[1:]
     return "Which two squared norms do you have, and how much of each is tr Σ, on average?"
 

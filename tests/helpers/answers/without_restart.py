@@ -108,7 +108,8 @@ CHEATS_OF_RECOVERY = {
     "without a vote": ([(VOTE, "if ok:")], "without a vote of the quorum"),
     "votes by itself": (
         [(VOTE, "manager.agreed = True\n        if ok:")],
-        "the quorum has agreed to 0 updates, expected 8",
+        # if only one of two ranks notices the failure, it asks the quorum while the other one is in the next step
+        ("the quorum has agreed to 0 updates, expected 8", "waits in all_reduce"),
     ),
     "asks more often": ([(OWN, AGAIN + OWN)], "lighthouse: it was asked in"),
     "drops the step": (
