@@ -18,7 +18,6 @@ FONT = "system-ui, sans-serif"
 _OTHER_MARKUP = re.compile(
     r"""<(?!/?(?:b|br|extra|span)>|span style='font-size:1\dpx'>|span style="color:#[0-9a-f]{6}">)""", re.IGNORECASE
 )
-_ROOMY = 4  # bars at most that are wider than the name of a mark
 _MARK = 0.01  # height of a mark, as a share of the axis
 _DIGITS = 6  # significant digits: finer than a pixel, and every character is sent to the browser
 
@@ -137,7 +136,7 @@ def _names(drawn: Drawn, suffix: str = "") -> list[dict[str, Any]]:
             place = {"x": literal(name), "y": drawn.height_of(level), "xref": f"x{suffix}", "yref": f"y{suffix}"}
             look = {"font": {"size": 9, "color": "#FFFFFF"}, "bgcolor": marks.colour, "borderpad": 1}
             text = marks.name + (f" ↑ {drawn.mark_in_words(level)}" if drawn.chart.is_beyond(level) else "")
-            place["xanchor"] = "left" if len(drawn.chart.x.categories) > _ROOMY else "center"  # not over the axis
+            place["xanchor"] = "left" if len(drawn.chart.x.categories) > 1 else "center"  # not over the axis
             names.append({"text": literal(text), "showarrow": False, "yanchor": "bottom"} | place | look)
     return names
 
