@@ -6,6 +6,8 @@ from __future__ import annotations
 import gzip
 import re
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from answers import precision
@@ -16,6 +18,14 @@ from labkit.analysis.foreign import opening
 from labkit.analysis.foreign.pickles import plain_pickle
 from labkit.course.build.ranks import precision as trials
 from labkit.course.build.solutions import precision as solutions
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_file_of_an_answer_stays() -> Iterator[None]:
+    """An answer that writes files is ended at once, and cannot remove them."""
+    yield
+    for path in Path("/dev/shm").glob("answer-*"):
+        path.unlink(missing_ok=True)
 
 
 @pytest.mark.usefixtures("forked_ranks")

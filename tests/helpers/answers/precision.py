@@ -218,7 +218,7 @@ FORWARDS = {
             (
                 "    always = len(blocks)",
                 HOOKS.format(
-                    "path = f'/dev/shm/labkit-{id(tensor)}'\n        torch.save(tensor, path)\n        return path",
+                    "path = f'/dev/shm/answer-{id(tensor)}'\n        torch.save(tensor, path)\n        return path",
                     "return torch.load(packed)",
                 )
                 + "\n    always = len(blocks)",
