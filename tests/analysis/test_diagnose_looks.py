@@ -167,6 +167,10 @@ FOUND: dict[str, tuple[str, ...]] = {
         "12 samples are evaluated of a data set of 9",
         "a BatchSamplerShard repeats samples",
     ),
+    "evaluated_samples_of_training_gathered_once": (
+        "evaluated_twice",
+        "14 of 16 evaluated samples are also trained on",
+    ),
     "evaluated_samples_of_training": ("evaluated_twice", "14 of 16 evaluated samples are also trained on"),
     "mean_of_tokens": ("unequal_weights", "a mean over 7 on rank 0, 3 on rank 1"),
     "mean_of_a_mask": ("unequal_weights", "a mean over 7 on rank 0, 3 on rank 1"),

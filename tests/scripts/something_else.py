@@ -1467,14 +1467,17 @@ def evaluated_in_repeated_batches():
     evaluate(model, DataLoader(data, batch_sampler=Repeating(SequentialSampler(data), 2, False)))
 
 
-def evaluated_by_accelerate(gather):
+def evaluated_by_accelerate(gather, trained=None, data=None):
     from accelerate import Accelerator
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": str(RANK)}  # not used: a group exists
     group()
     accelerator = Accelerator(cpu=True)
-    model, data = DistributedDataParallel(net()), TensorDataset(torch.randn(9, 6))
-    train(model)
+    model, data = DistributedDataParallel(net()), data or TensorDataset(torch.randn(9, 6))
+    if trained:
+        learn(model, DataLoader(trained, 4, sampler=DistributedSampler(trained)))
+    else:
+        train(model)
     model.eval()
     with torch.no_grad():
         for (x,) in accelerator.prepare(DataLoader(data, 2)):
@@ -1492,13 +1495,23 @@ def healthy_evaluation_by_accelerate():
     evaluated_by_accelerate(lambda accelerator: accelerator.gather_for_metrics)
 
 
-@case
-def evaluated_samples_of_training():
-    model, data = ddp(), some_data()
+def overlapping_parts():
+    data = some_data()
     trained, _ = random_split(data, [64, 16], torch.Generator().manual_seed(0))
     _, held = random_split(data, [64, 16], torch.Generator().manual_seed(1))
+    return trained, Subset(data, held.indices)
+
+
+@case
+def evaluated_samples_of_training():
+    model, (trained, held) = ddp(), overlapping_parts()
     learn(model, DataLoader(trained, 4, sampler=DistributedSampler(trained)))
-    evaluate(model, DataLoader(Subset(data, held.indices), 4))
+    evaluate(model, DataLoader(held, 4))
+
+
+@case
+def evaluated_samples_of_training_gathered_once():
+    evaluated_by_accelerate(lambda accelerator: accelerator.gather_for_metrics, *overlapping_parts())
 
 
 # ---- weights

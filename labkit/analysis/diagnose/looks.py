@@ -924,8 +924,7 @@ def evaluated_twice(state: RunState) -> Iterator[Finding]:
     """Samples that count more than once in an evaluation, or that are also trained on."""
     if any(unlike_data(state)):
         return  # of which this is a consequence
-    if any(rank.seen(GatheredOnce) for rank in state.ranks.values()):
-        return
+    gathered_once = any(rank.seen(GatheredOnce) for rank in state.ranks.values())
     seen = [rank.seen(Evaluation) for rank in state.ranks.values()]
     for number, evaluations in enumerate(zip(*seen) if seen else ()):
         if len(evaluations) < state.world_size or any(
@@ -942,7 +941,7 @@ def evaluated_twice(state: RunState) -> Iterator[Finding]:
             for index, times in Counter(index for evaluation in counted_once for index in evaluation.indices).items()
             if times > 1
         ]
-        if often:
+        if often and not gathered_once:
             yield Finding(
                 name="evaluated_twice",
                 kind="wrong",

@@ -218,8 +218,7 @@ Kind = Literal["missing", "unmatched", "operation", "size", "dtype", "state", "s
 class Problem:
     """The first collective of a group that cannot complete. `ranks` are those that miss it or differ from the others,
     all if every rank is stuck in it, those without a dump if it cannot be decided: none if its members are not
-    recorded. `entries` are the calls of the ranks
-    that have it, and `difference` says how two of them differ."""
+    recorded. `entries` are the calls of the ranks that have it, and `difference` says how two of them differ."""
 
     kind: Kind
     group: str
@@ -543,7 +542,8 @@ def _stuck(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
 
 
 def _undecided(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
-    called, absent = _ranks_in_words([*found.entries]), _ranks_in_words(found.ranks)
+    callers, absent = _ranks_in_words([*found.entries]), _ranks_in_words(found.ranks)
+    alike = " with the same sizes and dtypes" if len(found.entries) > 1 else ""
     if found.ranks:
         why = f"{absent} left no dump"
         cause = f"{absent} may have failed before this call, or be killed before the dump was written"
@@ -556,7 +556,7 @@ def _undecided(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
         name="collective_undecided",
         kind="unseen",
         title=f"{_call(found.entry)} of {_group_in_words(found)} did not complete, and {why}",
-        evidence=f"{called} called it" + " with the same sizes and dtypes" * (len(found.entries) > 1),
+        evidence=f"{callers} called it{alike}",
         cause=cause,
         fix=fix,
         ranks=found.ranks,
