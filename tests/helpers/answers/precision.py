@@ -244,6 +244,6 @@ FORWARDS = {
                 "    return x\n\n\ndef stored_and",
             ),
         ],
-        r"computation: case 0|results: the gradient of case",  # rounding may move a gradient of the drawn case first
+        "computation: case 0|results: .*gradient of case",  # another rounding may change the sign of a ReLU's input
     ),
 }
