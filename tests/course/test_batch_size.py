@@ -48,6 +48,7 @@ def test_the_pictures_show_what_was_measured():
 # ---- exercises: on every draw a mistake is far from what is right
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 def test_the_noise_of_a_draw_is_found_by_every_right_estimate_and_by_no_mistake(seed):
     case = exercises.draw_gradients(random.Random(seed))

@@ -17,6 +17,7 @@ from labkit.course.exercises import Wrong
 MESH = {"data": 2, "pipeline": 2, "tensor": 2}
 
 
+@pytest.mark.thorough
 def test_each_mistake_with_gradients_is_named_on_any_draw():
     """A rank whose first update is that of a mistake is far from right, and gets the words of this mistake."""
     for seed in range(3):
@@ -33,6 +34,7 @@ def test_each_mistake_with_gradients_is_named_on_any_draw():
             assert said.startswith(before) and said.endswith(after), (words, said)
 
 
+@pytest.mark.thorough
 def test_the_reference_is_that_of_one_device():
     """`OneDevice` of the script, whose micro-batches and norms round differently, is far inside the tolerances."""
     given = mesh.draw("train", 8)

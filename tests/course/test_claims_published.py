@@ -65,6 +65,7 @@ def test_compared_runs_differ_in_the_factor_and_what_follows_only(factor, follow
                 assert len({repr(getattr(run.layout, field.name)) for run in runs}) == 1, field.name
 
 
+@pytest.mark.thorough
 def test_runs_on_too_many_gpus_are_left_out_and_the_evidence_says_so():
     assert max(run.training.devices for run in judged.usable()) <= judged.MOST_GPUS
     for name in NAMES:
@@ -75,6 +76,7 @@ def test_runs_on_too_many_gpus_are_left_out_and_the_evidence_says_so():
 # ---- what the data say
 
 
+@pytest.mark.thorough
 def test_published_runs_decide_three_claims_and_say_what_they_lack_for_the_fourth():
     assert {name: ruling_on(name).verdict for name in NAMES} == {
         "fsdp-16": OPEN,
@@ -119,6 +121,7 @@ def test_pipelines_with_many_and_few_micro_batches_are_compared(given, rates, ve
         assert ruling.figures == {"many / few": (pytest.approx(many / few),)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rate", "verdict"), [(120.0, HOLDS), (80.0, FAILS)])
 def test_a_pair_of_fsdp_and_ddp_would_decide(given, rate, verdict):
     given((rate, {"sharding": SHARDINGS["fsdp"]}), (100.0, {"sharding": SHARDINGS["ddp"]}))

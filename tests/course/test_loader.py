@@ -22,12 +22,14 @@ def judged(answer, task, monkeypatch):
         return loader.judge(answer, task)
 
 
+@pytest.mark.thorough
 def test_the_solution_is_right_on_every_draw(monkeypatch):
     for _ in range(10):
         task = shards.draw()
         assert "each once per epoch" in judged(Loader, task, monkeypatch), task
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("changes", "words"), loaders.WRONG.values(), ids=loaders.WRONG)
 def test_a_mistake_is_named_on_every_draw(changes, words, monkeypatch):
     answer = loaders.loader_of(*changes)

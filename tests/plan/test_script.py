@@ -86,6 +86,7 @@ def changed(old: Spec, new: Spec) -> set[str]:
     return {name for name in {*before, *after} if before.get(name) != after.get(name)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("strategy", "workload", "data", "precision"), EVERY_SCRIPT)
 def test_every_script_compiles_is_formatted_and_standalone(strategy, workload, data, precision, scripts):
     source, complaints = scripts[strategy, workload, data, precision]
@@ -95,6 +96,7 @@ def test_every_script_compiles_is_formatted_and_standalone(strategy, workload, d
     assert source.endswith('if __name__ == "__main__":\n    main()\n')
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("strategy", "precision"), EVERY_PRECISION)
 def test_a_script_fits_the_width_of_the_panel(strategy, precision, scripts):
     workload = FIRST[strategy]
@@ -102,6 +104,7 @@ def test_a_script_fits_the_width_of_the_panel(strategy, precision, scripts):
     assert max(map(len, lines)) <= 92
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("strategy", "precision"), SAVING)
 def test_a_script_with_checkpoints_is_formatted_and_standalone(strategy, precision, saving):
     for resume in (None, "/a/step00000030"):
