@@ -34,6 +34,6 @@ events of a run. `analysis/changes.py` says what changed between two runs, from 
 `analysis/comparison.py` has the rows of a comparison, live or recorded, for every front end. `plan` in
 `runs/comparing.py` settles all Specs before the first run starts (the same global batch, seed and order of samples;
 `single` first), and `Comparing` runs them one after another. `badge` in `analysis/comparison.py` assembles the shards
-that the ranks recorded into whole tensors and says whether the runs are equivalent; `departures` in `training/strategies/rules.py` collects the
-reasons why a run is expected to differ.
+that the ranks recorded into whole tensors, and says whether two runs are equivalent; `departures` in
+`training/strategies/rules.py` collects the reasons why a run is expected to differ.
 """

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from labkit.analysis.diagnose.finding import shorter
+from labkit.analysis.foreign import Table
 from labkit.analysis.foreign.breakdown import short_name
-from labkit.analysis.foreign.page import Table
 from labkit.analysis.metrics import median, step_times
 from labkit.analysis.profiled import parts, usual
 from labkit.common.units import counted, milliseconds

@@ -12,10 +12,9 @@ import pytest
 from chrome_traces import ALL_REDUCE, all_reduce, event, hostile, kernel, step, trace, write
 from places import ROOT
 
-from labkit.analysis.foreign import chrome, opening
+from labkit.analysis.foreign import ForeignError, Page, chrome, opening
 from labkit.analysis.foreign.breakdown import analyse, operation
 from labkit.analysis.foreign.chrome import read_profile
-from labkit.analysis.foreign.page import ForeignError, Page
 from labkit.analysis.foreign.profiles import arrivals, collectives, explain
 
 TRACES = ROOT.parent / "shared" / "traces"  # profiles of real accelerators, which are not part of the repository

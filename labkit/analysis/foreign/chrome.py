@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.analysis.foreign.page import ForeignError
+from labkit.analysis.foreign import ForeignError
 from labkit.common.reading import open_regular
 from labkit.common.units import counted, size
 

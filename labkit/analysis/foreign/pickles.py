@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from labkit.analysis.foreign.page import ForeignError
+from labkit.analysis.foreign import ForeignError
 
 _LONGEST_INTEGER = 32  # bytes
 
