@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from labkit.analysis.theory import Flow, theory
+from labkit.analysis.theory.formulas import Flow, theory
 from labkit.common.units import size
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import LedgerEntry

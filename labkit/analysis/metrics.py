@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy
 
-from labkit.analysis.theory.states import SIX_ND, tokens_of_a_sample
+from labkit.analysis.theory.formulas import SIX_ND, tokens_of_a_sample
 from labkit.common.units import significant
 from labkit.plan.spec import Spec
 from labkit.record.documents import Plan, ReplicaFigures

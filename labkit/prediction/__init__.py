@@ -48,7 +48,7 @@ all parameters at once (foreach), `DataParallel` is its first device, and number
 `prediction/tracing/allocator.py` replays torch's caching allocator from the first step on, with the workspaces that
 cuBLAS keeps for the script's thread and for that of backward, and `prediction/fitting.py` makes the result the peak,
 for the GPUs of the machine. What a GPU needs besides are published figures with their sources: estimates with a
-range, next to the peak and never in it. The formulas of `analysis/theory/states.py` stand there, too, with the reason
+range, next to the peak and never in it. The formulas of `analysis/theory/formulas.py` stand there, too, with the reason
 why a traced peak differs.
 
 `CommunicationModel` in `prediction/collectives.py` is the one interface for how long a collective takes:

@@ -19,8 +19,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from labkit.analysis.theory import states, theory
-from labkit.analysis.theory.states import six_nd
+from labkit.analysis.theory.formulas import six_nd, states, theory
 from labkit.common.files import user_cache, write_atomically
 from labkit.plan.fields import SpecError
 from labkit.plan.settling import check_available
@@ -222,8 +221,8 @@ def keep(spec: Spec, plan: Plan, read: Iterable[str] = ()) -> None:
     with suppress(OSError):
         folder = made(spec)
         if spec.strategy is None:
-            states = {path: _state(path) for path in read}
-            write_atomically(folder / _READ, json.dumps(states), private=True)
+            traffic = {path: _state(path) for path in read}
+            write_atomically(folder / _READ, json.dumps(traffic), private=True)
         write_atomically(folder / "plan.json", json.dumps(plain(plan)), private=True)
         same = folder.parent.glob("?" * len(folder.name))  # nothing else that may be there
         for old in sorted(same, key=lambda path: path.stat().st_mtime)[:-_KEPT]:

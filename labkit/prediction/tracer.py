@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from labkit.analysis.theory import States, states
+from labkit.analysis.theory.formulas import States, states
 from labkit.common.text import visible_line
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec

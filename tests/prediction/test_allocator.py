@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from labkit.analysis.prediction import notes
-from labkit.analysis.theory import states
+from labkit.analysis.theory.formulas import states
 from labkit.common.units import size
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import BEFORE_HOPPER, DEVICES, FROM_HOPPER

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from decoders import GPT2, GPT3, LLAMA, LLAMA3, gpt, of
 
-from labkit.analysis.theory import states, theory
 from labkit.analysis.theory.collectives import bus_factor
+from labkit.analysis.theory.formulas import states, theory
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.predict import predict

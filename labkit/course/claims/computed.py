@@ -8,8 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import fields, replace
 
 from labkit.analysis.metrics import median, quartiles
-from labkit.analysis.theory import theory
-from labkit.analysis.theory.states import RECIPES
+from labkit.analysis.theory.formulas import RECIPES, theory
 from labkit.common.units import counted, size
 from labkit.course.claims.measured import FAILS, HOLDS, OPEN, PARTLY, Ruling, Trials, ask
 from labkit.plan.spec import Spec

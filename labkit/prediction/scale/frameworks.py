@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from labkit.analysis.theory.states import RECIPES
+from labkit.analysis.theory.formulas import RECIPES
 
 USABLE = 0.9  # of a device's memory
 

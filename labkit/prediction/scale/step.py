@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, log2
 
-from labkit.analysis.theory.states import RECIPES, States
+from labkit.analysis.theory.formulas import RECIPES, States
 from labkit.prediction.scale.frameworks import Framework
 from labkit.prediction.scale.layouts import Layout, Stage, stages
 from labkit.prediction.scale.model import Model
