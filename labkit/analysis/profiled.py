@@ -1,7 +1,7 @@
 """Figures of profiled steps: typical steps, exposed communication, ranks on a common time axis, and memory outside of
 tensors.
 
-Ranks are aligned by their clocks, those of several hosts by their offsets (see clocks.py). If the clocks disagree (the
+Ranks are aligned by their clocks, those of several hosts by their offsets (`clocks`). If the clocks disagree (the
 steps would not overlap, or an all-reduce would end on one rank before it starts on another), each rank is shifted so
 that its collectives end at the same time as those of rank 0.
 """
@@ -11,16 +11,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec.structs import replace
 
-from labkit.analysis.metrics import USUAL, median
-from labkit.analysis.nodes import ahead, moments
+from labkit.analysis.metrics import USUAL, median, quartiles
 from labkit.common.files import MARK, write_output
 from labkit.record.events import Timeline
-from labkit.record.state import RunState
+from labkit.record.state import RunState, per_revision
 from labkit.record.writer import PHASES
 
 if TYPE_CHECKING:
@@ -128,6 +128,76 @@ def beyond(state: RunState, rank: RankState) -> tuple[float, float]:
 
 def _known(count: float) -> float:
     return max(0.0, count) if math.isfinite(count) else 0.0
+
+
+# ---- the clocks of hosts
+
+
+MUTUAL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")  # none ends before all have begun it
+
+
+@dataclass(frozen=True)
+class Offset:
+    """A host's clock is `seconds` ahead of that of the first rank's host, give or take `uncertainty` (seconds: half the
+    range of the middle half of all differences, at least half the shortest collective), from so many `collectives`."""
+
+    seconds: float
+    uncertainty: float
+    collectives: int
+
+
+@per_revision
+def clocks(state: RunState) -> dict[str, Offset]:
+    """The offset of each host but the first rank's, as far as profiled collectives link them; empty with one host."""
+    hosts = {number: rank.host for number, rank in state.ranks.items() if rank.host}
+    if len(set(hosts.values())) < 2:
+        return {}
+    ends: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}
+    for number in hosts:
+        for step, timeline in state.ranks[number].timelines.items():
+            starts = moments(timeline, "start")
+            for key, end in moments(timeline, "end").items():
+                ends.setdefault((step, *key), {})[number] = end, end - starts[key]
+    known = {hosts[min(hosts)]: Offset(0.0, 0.0, 0)}
+    while linked := _linked(ends, hosts, known):
+        known |= linked
+    return dict(list(known.items())[1:])
+
+
+def ahead(state: RunState) -> dict[int, float]:
+    """By rank the seconds by which its host's clock is ahead; ranks whose host has no offset are left out."""
+    found = clocks(state)
+    return {number: found[rank.host].seconds for number, rank in state.ranks.items() if rank.host in found}
+
+
+def moments(one: Timeline, which: Literal["start", "end"]) -> dict[tuple[Any, ...], float]:
+    """When each numbered collective of a group (its name and ranks) started or ended, in unix seconds."""
+    return {
+        (call.group, *(call.ranks or ()), call.seq): one.t0 + (call.start if which == "start" else call.end)
+        for call in one.comm
+        if call.seq and call.op in MUTUAL
+    }
+
+
+def _linked(
+    ends: dict[tuple[Any, ...], dict[int, tuple[float, float]]], hosts: dict[int, str], known: dict[str, Offset]
+) -> dict[str, Offset]:
+    """The offsets of further hosts that have a collective in common with a known one, each from its first such host."""
+    differences: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for ranks in ends.values():
+        for number, (end, seconds) in ranks.items():
+            for other, (then, others) in ranks.items():
+                if hosts[other] in known and hosts[number] not in known:
+                    pair = end - then, min(seconds, others)
+                    differences.setdefault(hosts[number], {}).setdefault(hosts[other], []).append(pair)
+    found = {}
+    for host, by in differences.items():
+        via = next(name for name in known if name in by)
+        values, shortest = [value for value, _ in by[via]], min(seconds for _, seconds in by[via])
+        low, high = quartiles(values)
+        spread = max(high - low, shortest) / 2
+        found[host] = Offset(median(values) + known[via].seconds, spread + known[via].uncertainty, len(values))
+    return found
 
 
 # ---- profiled steps as a trace for Perfetto or Chrome: one process per rank, on a common time axis

@@ -29,8 +29,8 @@ Nodes know each other by the addresses that `setup/machine.py` finds, because th
 another one, or is its own loopback address. `RunState.expected` is the number of ranks whose events a folder has;
 `probe/hosts.py` records on which hosts the others are, refuses to train with different software, and ends a rank when
 another node has been silent for too long, and torchrun then restarts or ends the run. `check_sizes` in
-`runs/handle.py` refuses an elastic run that does not work with every number of nodes, and `analysis/nodes.py` says
-when nodes met and how far the clocks of hosts are apart. `plan/nodes.py` has the command of each node for the panel.
+`runs/handle.py` refuses an elastic run that does not work with every number of nodes; `analysis/summary.py` says when
+nodes met, and `analysis/profiled.py` how far the clocks of hosts are apart. `plan/nodes.py` has the command of each node for the panel.
 
 `launch/leases.py` is the queue for GPUs and CPU slots: a ticket is a lock that the supervisor holds and a description
 that others read, and the order is that of the tickets. The supervisor takes the lease before it starts torchrun;

@@ -42,7 +42,7 @@ from labkit.analysis.foreign.breakdown import (
 )
 from labkit.analysis.foreign.chrome import Call, Numbers, Profile, Spans
 from labkit.analysis.metrics import median
-from labkit.analysis.nodes import MUTUAL
+from labkit.analysis.profiled import MUTUAL
 from labkit.analysis.theory.collectives import bus_factor
 from labkit.common.units import counted, milliseconds, ranks_in_words, significant, size
 from labkit.record import events
