@@ -396,7 +396,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def _calibrate(nproc: int | None) -> None:
-    from labkit.prediction.link_table import store
+    from labkit.prediction.links import store
     from labkit.runs.calibration import CalibrationError, calibrate, plan
 
     try:

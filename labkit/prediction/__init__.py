@@ -51,14 +51,13 @@ for the GPUs of the machine. What a GPU needs besides are published figures with
 range, next to the peak and never in it. The formulas of `analysis/theory/formulas.py` stand there, too, with the reason
 why a traced peak differs.
 
-`CommunicationModel` in `prediction/collectives.py` is the one interface for how long a collective takes:
-`seconds(operation, size, ranks, nodes)`, or `time`, whose result also says whether it is measured or modelled. There
-are two sources. `prediction/link_table.py` interpolates what was measured on this machine. `Modelled` in
-`prediction/links.py` computes it for a row of `prediction/devices.py`, whose figures each name their public source:
-for every algorithm (`ALGORITHMS`: ring, tree, direct) the messages in a row and the bytes on the busiest link, once
-with the latency and bandwidth of NCCL's low-latency protocol and once with those of its simple one; the fastest
-counts. For one node of A100s this agrees with the tuning model in torch's compiler to within 1 % (all-reduce,
-all-gather, reduce-scatter; a test compares them).
+`CommunicationModel` in `prediction/links.py` is the one interface for how long a collective takes: `seconds(operation,
+size, ranks, nodes)`, or `time`, whose result also says whether it is measured or modelled. There are two sources there.
+`Measured` interpolates what was measured on this machine. `Modelled` computes it for a row of `prediction/devices.py`,
+whose figures each name their public source: for every algorithm (`ALGORITHMS`: ring, tree, direct) the messages in a
+row and the bytes on the busiest link, once with the latency and bandwidth of NCCL's low-latency protocol and once with
+those of its simple one; the fastest counts. For one node of A100s this agrees with the tuning model in torch's compiler
+to within 1 % (all-reduce, all-gather, reduce-scatter; a test compares them).
 
 `labkit doctor --calibrate` writes the table, and with it what kernels reach on CPU ranks (FLOP/s, bytes per second,
 the shortest operation): `runs/calibration.py` starts the ranks, each of which runs `probe/link_times.py`, and

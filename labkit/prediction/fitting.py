@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from labkit.common.arguments import shown
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import BEFORE_HOPPER, Accelerator, Device, accelerator_of
-from labkit.prediction.link_table import CALIBRATE, LinkTable, stored
+from labkit.prediction.links import CALIBRATE, LinkTable, stored
 from labkit.record.documents import AllocatorPeak, Called, Estimate, MemoryLimit, Peak, Plan, PredictedClass
 from labkit.setup.machine import Machine
 

@@ -28,8 +28,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from labkit.prediction.collectives import CommunicationModel
-from labkit.prediction.links import time_among
+from labkit.prediction.links import CommunicationModel, time_among
 from labkit.record.documents import PredictedTimeline
 from labkit.record.events import Call
 

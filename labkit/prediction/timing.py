@@ -15,12 +15,9 @@ from msgspec.structs import replace
 from labkit.analysis.metrics import throughput_of_median_steps
 from labkit.common.files import write_atomically
 from labkit.plan.spec import Spec
-from labkit.prediction.collectives import CommunicationModel
 from labkit.prediction.devices import HERE, Accelerator, Device
 from labkit.prediction.fitting import kernels_of
-from labkit.prediction.link_table import LinkTable
-from labkit.prediction.link_table import folder as link_tables
-from labkit.prediction.links import communication
+from labkit.prediction.links import CommunicationModel, LinkTable, communication, tables_folder
 from labkit.prediction.predict import Programs, cache_folder, cause, keep, made, on, programs
 from labkit.prediction.simulation import STEPS, moved, program_of, simulate
 from labkit.prediction.tracer import TraceFailed, classes, computed, never
@@ -247,7 +244,7 @@ def _programs(
 ) -> tuple[Programs, float]:
     """The programs of some ranks, measured now or before, and the share of the measurement in which something else used
     the machine."""
-    state = [machine.hardware, *sorted(path.stat().st_mtime_ns for path in link_tables().glob("*.json"))]
+    state = [machine.hardware, *sorted(path.stat().st_mtime_ns for path in tables_folder().glob("*.json"))]
     place = cache_folder(spec) / _FILE
     with suppress(OSError, ValueError, LookupError, TypeError):
         known = parse(read_below(place.parent, place, _LIMIT))

@@ -25,7 +25,7 @@ from labkit.plan.spec import Spec
 from labkit.prediction import fitting
 from labkit.prediction.devices import device
 from labkit.prediction.fitting import peak_here, peak_of
-from labkit.prediction.link_table import store
+from labkit.prediction.links import store
 from labkit.record.documents import Peak, Plan, decoded, plain
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower

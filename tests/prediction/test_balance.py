@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from labkit.prediction import balance as subject
 from labkit.prediction import links
-from labkit.prediction.balance import Balance
+from labkit.prediction import links as subject
 from labkit.prediction.devices import DEVICES, Rate
+from labkit.prediction.links import Balance
 
 WIDTH, INNER, EXPERT = 8192, 28672, 14336
 

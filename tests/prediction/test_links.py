@@ -12,10 +12,18 @@ from linked import cache as cache
 from msgspec.structs import replace
 
 from labkit.analysis.theory.collectives import all_gather, all_reduce, all_to_all, bus_factor, reduce_scatter
-from labkit.prediction.collectives import ALGORITHMS, OPERATIONS
 from labkit.prediction.devices import DEVICES, HERE, device
-from labkit.prediction.link_table import Measured, measured, store, stored, summary
-from labkit.prediction.links import Modelled, communication
+from labkit.prediction.links import (
+    ALGORITHMS,
+    OPERATIONS,
+    Measured,
+    Modelled,
+    communication,
+    measured,
+    store,
+    stored,
+    summary,
+)
 from labkit.setup.machine import Gpu
 
 NAMED = [name for name in DEVICES if name != HERE]

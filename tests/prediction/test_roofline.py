@@ -13,8 +13,7 @@ from test_timing import EVERY, Links
 import labkit
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import ACCELERATED, DEVICES
-from labkit.prediction.link_table import store
-from labkit.prediction.links import communication, time_among
+from labkit.prediction.links import communication, store, time_among
 from labkit.prediction.predict import predict, programs
 from labkit.prediction.simulation import program_of, simulate
 from labkit.prediction.timing import ERROR, Roofline, _bounds, modelled, of_accelerator, with_seconds

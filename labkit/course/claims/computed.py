@@ -12,8 +12,8 @@ from labkit.analysis.theory.formulas import RECIPES, theory
 from labkit.common.units import counted, size
 from labkit.course.claims.measured import FAILS, HOLDS, OPEN, PARTLY, Ruling, Trials, ask
 from labkit.plan.spec import Spec
-from labkit.prediction.balance import Balance
 from labkit.prediction.devices import DEVICES
+from labkit.prediction.links import Balance
 from labkit.prediction.scale.advice import advice
 from labkit.prediction.scale.asked import training
 from labkit.prediction.scale.atlas import common, failed, published, speed

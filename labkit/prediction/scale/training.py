@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
 
-from labkit.prediction.collectives import CommunicationModel
 from labkit.prediction.devices import Accelerator, Device
+from labkit.prediction.links import CommunicationModel
 from labkit.prediction.scale.frameworks import USABLE
 from labkit.prediction.scale.layouts import Layout
 from labkit.prediction.scale.model import Model
