@@ -26,12 +26,12 @@ then has what the formulas of `analysis/theory/` say.
 - `prediction/tracing/guard.py`: refuses what would change anything: an audit hook, and a limit of 0 bytes per file
 
 What depends on the machine is added to a plan whenever it is read: the peak of its devices, and whether the ranks fit
-into their memory (`prediction/fitting.py`).
+into their memory (`prediction/predict.py`).
 
 The time of a step (`prediction/timing.py`) needs no fake tensors: `prediction/tracing/compute.py` runs the script with
 real tensors and data in a process group in which every collective is over at once, and cuts what the rank computes, in
 CPU time, at the moments when it starts a collective or waits for one. This is the rank's program. As many ranks as
-there are cores are measured at a time. `prediction/simulation.py` executes the programs of all ranks against a model of
+there are cores are measured at a time. `prediction/timing.py` executes the programs of all ranks against a model of
 communication, in which ranks on CPUs share the cores, also with gloo's copying, and returns the timeline of a step in
 the form of a profiled one. A collective on CPU ranks often takes some milliseconds longer when ranks compute between
 two of them: the calibration measures such calls, too, and the simulation adds one of their delays, drawn at random, to
@@ -45,8 +45,8 @@ assumed: no flag (such as an overflow) is set, and numbers are 1. The integers o
 because it reads positions in its data from them. `Module.compile` does nothing in a trace. For GPUs, tensors are
 traced on the CPU, because torch without CUDA cannot compute gradients of fake tensors on a GPU: the optimizer updates
 all parameters at once (foreach), `DataParallel` is its first device, and numbers of the optimizer are on the host.
-`prediction/tracing/allocator.py` replays torch's caching allocator from the first step on, with the workspaces that
-cuBLAS keeps for the script's thread and for that of backward, and `prediction/fitting.py` makes the result the peak,
+`prediction/tracing/kernels.py` replays torch's caching allocator from the first step on, with the workspaces that
+cuBLAS keeps for the script's thread and for that of backward, and `prediction/predict.py` makes the result the peak,
 for the GPUs of the machine. What a GPU needs besides are published figures with their sources: estimates with a
 range, next to the peak and never in it. The formulas of `analysis/theory/formulas.py` stand there, too, with the reason
 why a traced peak differs.
@@ -68,7 +68,7 @@ torch.
 `prediction/scale/` has no Spec and no trace: it estimates a transformer under any layout by closed formulas, for advice
 (`labkit advise`) and scaling. `prediction/scale/asked.py` turns arguments into a `Training`, the input of everything
 else, and into a `Layout`; `prediction/scale/model.py` finds the model and has its numbers. A `Layout` is one choice of
-the table of shardings, of degrees, and of a row of `prediction/scale/frameworks.py`, which says what a framework does
+the table of shardings, of degrees, and of a row of `prediction/scale/layouts.py`, which says what a framework does
 differently; `prediction/scale/step.py` makes it an `Estimate`, with each rule and its source in their docstrings. What
 an accelerator and a network reach is in `prediction/devices.py`, or in a file that `prediction/scale/asked.py` reads.
 `prediction/scale/advice.py` tries all layouts, and all numbers of devices. `prediction/scale/check.py` compares
@@ -76,8 +76,8 @@ estimates with published runs; constants that were fitted are in these tables on
 of the states are those of `analysis/theory/`, and a test compares them with the trace. `figures/advice.py` and
 `figures/estimated.py` display the results.
 
-`prediction/scale/published.csv.gz` has published runs on real GPUs, verbatim, and `prediction/scale/published.py`
-reads them as a `Training`, a `Layout` and what was measured. `prediction/scale/atlas.py` selects some of them, ranks
-the layouts of a case, and finds those that are near a layout (`evidence`); `figures/atlas.py` displays them. Advice,
-the exercises of `course/exercises/published.py` and the claims of `course/claims/computed.py` use it.
+`prediction/scale/published.csv.gz` has published runs on real GPUs, verbatim. `prediction/scale/atlas.py` reads them as
+a `Training`, a `Layout` and what was measured, selects some of them, ranks the layouts of a case, and finds those that
+are near a layout (`evidence`); `figures/atlas.py` displays them. Advice, the exercises of
+`course/exercises/published.py` and the claims of `course/claims/computed.py` use it.
 """

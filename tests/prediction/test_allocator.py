@@ -13,8 +13,8 @@ from labkit.analysis.theory.formulas import states
 from labkit.common.units import size
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import BEFORE_HOPPER, DEVICES, FROM_HOPPER
-from labkit.prediction.fitting import estimates, on_gpus
-from labkit.prediction.tracing.allocator import WORKSPACE, Allocator, peaks
+from labkit.prediction.predict import estimates, on_gpus
+from labkit.prediction.tracing.kernels import WORKSPACE, Allocator, peaks
 from labkit.record.documents import AllocatorPeak, Plan, SpecFields, decoded, plain
 from labkit.record.writer import OWNERS
 

@@ -22,7 +22,7 @@ from labkit.prediction.links import (
     measured,
     store,
     stored,
-    summary,
+    tables_in_words,
 )
 from labkit.setup.machine import Gpu
 
@@ -212,7 +212,7 @@ def test_other_numbers_of_ranks_are_scaled_and_marked_as_modelled():
 
 def test_files_round_trip(cache):
     nothing = stored(MACHINE)
-    assert nothing.tables == nothing.problems == () and "has not been measured" in summary(nothing)
+    assert nothing.tables == nothing.problems == () and "has not been measured" in tables_in_words(nothing)
     two, four = table(all_reduce=((1024, 1e-4), (4096, 2e-4))), table(4, send=((1024, 1e-4),))
     four = replace(four, missing={"all_to_all": "unsupported"}, kernels={"slowdown": 1.2})
     two = replace(two, kernels={"slowdown": 2.04})
@@ -221,7 +221,7 @@ def test_files_round_trip(cache):
     assert measured(MACHINE, "gloo").time("all_reduce", 1024, 2).seconds == 1e-4
     busy = "while the machine was busy (its ranks computed 2.0 times as long as alone)"
     on = "gloo ranks, measured on 2026-11-22"
-    assert summary(stored(MACHINE)) == f"2 {on} {busy}; 4 {on}"
+    assert tables_in_words(stored(MACHINE)) == f"2 {on} {busy}; 4 {on}"
     with pytest.raises(LookupError, match="communication over nccl has not been measured"):
         measured(MACHINE, "nccl")
     store(replace(two, points={}))  # measured again: the newest counts

@@ -16,8 +16,7 @@ from labkit.prediction.devices import DEVICES
 from labkit.prediction.links import Balance
 from labkit.prediction.scale.advice import advice
 from labkit.prediction.scale.asked import training
-from labkit.prediction.scale.atlas import common, failed, published, speed
-from labkit.prediction.scale.published import Published
+from labkit.prediction.scale.atlas import Published, common, failed, published, speed
 
 # ---- claims about sizes
 

@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from labkit.prediction.scale.layouts import Layout, layouts
-from labkit.prediction.scale.step import Estimate, Memory, estimate, memory
-from labkit.prediction.scale.training import Training
+from labkit.prediction.scale.step import Estimate, Memory, Training, estimate, memory
 
 MOST_DEVICES = 65_536
 

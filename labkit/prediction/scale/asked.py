@@ -18,10 +18,19 @@ from labkit.common.units import size
 from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE, DEVICES, Device, Link, Rate
 from labkit.prediction.links import Modelled
 from labkit.prediction.scale.advice import MOST_DEVICES
-from labkit.prediction.scale.frameworks import DEFAULT_FRAMEWORK, FRAMEWORKS
-from labkit.prediction.scale.layouts import ALONE, LOSSES, RECOMPUTED, SHARDINGS, TRAINED, Layout, Sharding
+from labkit.prediction.scale.layouts import (
+    ALONE,
+    DEFAULT_FRAMEWORK,
+    FRAMEWORKS,
+    LOSSES,
+    RECOMPUTED,
+    SHARDINGS,
+    TRAINED,
+    Layout,
+    Sharding,
+)
 from labkit.prediction.scale.model import ATTENTIONS, Model, of_config, of_parameters, of_workload
-from labkit.prediction.scale.training import Training
+from labkit.prediction.scale.step import Training
 
 # ---- a machine that is not in the table: a row of the table with some figures of its own, read from a small JSON file
 #

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labkit.analysis.metrics import median
-from labkit.prediction.scale.published import Published, Refused, read
+from labkit.prediction.scale.atlas import Published, Refused, read
 from labkit.prediction.scale.step import Estimate, estimate
 
 FEWEST = 5  # layouts of a model on some GPUs that are ranked

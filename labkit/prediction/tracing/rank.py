@@ -15,8 +15,7 @@ from torch.utils.data import TensorDataset
 
 from labkit.prediction.devices import BEFORE_HOPPER, FROM_HOPPER
 from labkit.prediction.tracing import world
-from labkit.prediction.tracing.allocator import peaks
-from labkit.prediction.tracing.kernels import temporaries
+from labkit.prediction.tracing.kernels import peaks, temporaries
 from labkit.prediction.tracing.tape import Tape, TapeCensus, of_a_sample, scoped
 from labkit.prediction.tracing.torch_private import FAKE_MODE, WITHOUT_MODES
 from labkit.prediction.tracing.world import Replica, batch, load

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from labkit.prediction.tracing.allocator import WORKSPACE, Change
-from labkit.prediction.tracing.kernels import Kernel, is_kernel, workspace
+from labkit.prediction.tracing.kernels import WORKSPACE, Change, Kernel, is_kernel, workspace
 from labkit.prediction.tracing.torch_private import (
     DISPATCH_MODE,
     FAKE_TENSOR,
