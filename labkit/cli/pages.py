@@ -26,7 +26,7 @@ from labkit.frontends.terminal import (
     scaling_tables,
 )
 from labkit.plan.spec import SpecError
-from labkit.prediction.scale.asked import WHOLE
+from labkit.prediction.scale.advice import WHOLE
 from labkit.prediction.tracer import TraceFailed
 from labkit.record.folder import RunFolder
 from labkit.record.packed import SHIPPED

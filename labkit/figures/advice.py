@@ -23,10 +23,10 @@ from labkit.prediction.scale.advice import (
     Series,
     devices_needed,
     efficiency,
+    in_words,
     scaling,
     verdict,
 )
-from labkit.prediction.scale.asked import in_words
 from labkit.prediction.scale.atlas import NEAR, evidence
 from labkit.prediction.scale.layouts import USABLE, Layout
 from labkit.prediction.scale.step import RESERVED_FOR, Estimate

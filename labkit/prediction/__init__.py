@@ -66,11 +66,11 @@ time of a call; what the others take longer are its delays. The table is not use
 torch.
 
 `prediction/scale/` has no Spec and no trace: it estimates a transformer under any layout by closed formulas, for advice
-(`labkit advise`) and scaling. `prediction/scale/asked.py` turns arguments into a `Training`, the input of everything
+(`labkit advise`) and scaling. `prediction/scale/advice.py` turns arguments into a `Training`, the input of everything
 else, and into a `Layout`; `prediction/scale/model.py` finds the model and has its numbers. A `Layout` is one choice of
 the table of shardings, of degrees, and of a row of `prediction/scale/layouts.py`, which says what a framework does
 differently; `prediction/scale/step.py` makes it an `Estimate`, with each rule and its source in their docstrings. What
-an accelerator and a network reach is in `prediction/devices.py`, or in a file that `prediction/scale/asked.py` reads.
+an accelerator and a network reach is in `prediction/devices.py`, or in a file that `prediction/scale/advice.py` reads.
 `prediction/scale/advice.py` tries all layouts, and all numbers of devices. `prediction/scale/check.py` compares
 estimates with published runs; constants that were fitted are in these tables only, never next to a case. The formulas
 of the states are those of `analysis/theory/`, and a test compares them with the trace. `figures/advice.py` and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from labkit.prediction.scale.asked import training
+from labkit.prediction.scale.advice import training
 from labkit.prediction.scale.model import Model
 from labkit.prediction.scale.step import Training
 

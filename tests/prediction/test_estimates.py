@@ -13,7 +13,7 @@ from labkit.analysis.theory.formulas import states, theory
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.predict import predict
-from labkit.prediction.scale.asked import training
+from labkit.prediction.scale.advice import training
 from labkit.prediction.scale.layouts import FRAMEWORKS, SHARDINGS, Layout
 from labkit.prediction.scale.model import of_config, of_parameters, of_workload
 from labkit.prediction.scale.step import AXES, estimate, memory

@@ -14,7 +14,7 @@ from decoders import LLAMA, gpt, of
 from labkit import advise
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.links import communication
-from labkit.prediction.scale.asked import FIELDS, laid, machine_of
+from labkit.prediction.scale.advice import FIELDS, laid, machine_of
 from labkit.prediction.scale.atlas import COLUMNS, RUNS, of_row
 from labkit.prediction.scale.check import check
 from labkit.prediction.scale.layouts import FRAMEWORKS, SHARDINGS, Layout, stages

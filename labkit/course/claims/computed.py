@@ -14,8 +14,7 @@ from labkit.course.claims.measured import FAILS, HOLDS, OPEN, PARTLY, Ruling, Tr
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.links import Balance
-from labkit.prediction.scale.advice import advice
-from labkit.prediction.scale.asked import training
+from labkit.prediction.scale.advice import advice, training
 from labkit.prediction.scale.atlas import Published, common, failed, published, speed
 
 # ---- claims about sizes
