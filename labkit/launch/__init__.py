@@ -17,13 +17,13 @@ It never imports front ends or torch; only the warm server loads torch.
 - `launch/ras.py`: what NCCL's RAS service says about ranks that wait
 - `launch/leases.py`: the queue for GPUs and CPU slots
 
-`launch/slurm.py` is another engine: its launch plan has the same form, and its command is `launch/slurm_agent.py`,
-which follows a submitted job through Slurm's commands. Supervisor, stop and summary are therefore those of any run. The
-ranks redirect their own output (`LABKIT_LOGS`), because torchrun knows only their number on its node.
-`launch/kubeflow.py` and `launch/kubeflow_agent.py` do the same through Kubeflow's SDK; its pods share no files with
-this machine, so that the agent copies what they print, and no events come back. `launch/schedulers.py` has the table of
-both: `follow_again` starts a new supervisor for a job that has lost its own, after it has checked that the job is that
-of the folder's batch file, or names the folder in an annotation. A run on several machines is a plan with a `Node`
+`launch/schedulers.py` has the engines that submit a run. The launch plan of Slurm has the same form, and its command is
+`launch/slurm_agent.py`, which follows a submitted job through Slurm's commands. Supervisor, stop and summary are
+therefore those of any run. The ranks redirect their own output (`LABKIT_LOGS`), because torchrun knows only their
+number on its node. Kubeflow's is the same with `launch/kubeflow_agent.py`, through Kubeflow's SDK; its pods share no
+files with this machine, so that the agent copies what they print, and no events come back. `follow_again` starts a new
+supervisor for a job that has lost its own, after it has checked that the job is that of the folder's batch file, or
+names the folder in an annotation. A run on several machines is a plan with a `Node`
 (`plan/nodes.py`) on each of them; nothing else differs, and `runs/gathering.py` puts the folders together. Nodes know
 each other by the addresses that `setup/machine.py` finds, because the name of a host often means nothing to another
 one, or is its own loopback address. `RunState.expected` is the number of ranks whose events a folder has;
