@@ -49,22 +49,22 @@ def exposed(rank: RankState) -> dict[str, float]:
     return {phase: median(values) for phase, values in shares.items()}
 
 
-def overlap(one: Timeline) -> tuple[float, float]:
+def overlap(timeline: Timeline) -> tuple[float, float]:
     """Of one timeline: seconds of communication, and the exposed part of them, in which nothing was computed."""
     under_way, last = 0.0, -math.inf
-    for start, end in sorted((max(0.0, call.start), min(call.end, one.seconds)) for call in one.comm):
+    for start, end in sorted((max(0.0, call.start), min(call.end, timeline.seconds)) for call in timeline.comm):
         under_way += max(0.0, end - max(start, last))
         last = max(last, end)
-    return under_way, sum(one.exposed.values())
+    return under_way, sum(timeline.exposed.values())
 
 
-def parts(one: Timeline) -> dict[str, float]:
+def parts(timeline: Timeline) -> dict[str, float]:
     """Seconds of a profiled step in which the rank computed, in which communication was exposed, in which memory was
     copied, if that is known, and in which it was idle."""
-    computed = sum(end - start for start, end in one.busy) if one.computed is None else one.computed
-    exposed_seconds = sum(one.exposed.values())
-    copies = {} if one.copies is None else {"copies of memory": one.copies}
-    idle = max(0.0, one.seconds - computed - exposed_seconds) if one.idle is None else one.idle
+    computed = sum(end - start for start, end in timeline.busy) if timeline.computed is None else timeline.computed
+    exposed_seconds = sum(timeline.exposed.values())
+    copies = {} if timeline.copies is None else {"copies of memory": timeline.copies}
+    idle = max(0.0, timeline.seconds - computed - exposed_seconds) if timeline.idle is None else timeline.idle
     return {"compute": computed, "exposed communication": exposed_seconds, **copies, "idle": idle}
 
 
@@ -76,7 +76,11 @@ def profiled_steps(state: RunState) -> list[int]:
 def step_in_words(state: RunState, step: int) -> str:
     """`profiled step 5`; of dumps of the flight recorder, what they have instead of a step."""
     ranks = (rank.timelines.get(step) for rank in state.ranks.values())
-    return "the recorded collectives" if any(one and one.calls_only for one in ranks) else f"profiled step {step:,}"
+    return (
+        "the recorded collectives"
+        if any(timeline and timeline.calls_only for timeline in ranks)
+        else f"profiled step {step:,}"
+    )
 
 
 def newest(state: RunState) -> int | None:
@@ -170,11 +174,11 @@ def ahead(state: RunState) -> dict[int, float]:
     return {number: found[rank.host].seconds for number, rank in state.ranks.items() if rank.host in found}
 
 
-def moments(one: Timeline, which: Literal["start", "end"]) -> dict[tuple[Any, ...], float]:
+def moments(timeline: Timeline, which: Literal["start", "end"]) -> dict[tuple[Any, ...], float]:
     """When each numbered collective of a group (its name and ranks) started or ended, in unix seconds."""
     return {
-        (call.group, *(call.ranks or ()), call.seq): one.t0 + (call.start if which == "start" else call.end)
-        for call in one.comm
+        (call.group, *(call.ranks or ()), call.seq): timeline.t0 + (call.start if which == "start" else call.end)
+        for call in timeline.comm
         if call.seq and call.op in MUTUAL
     }
 
@@ -239,7 +243,7 @@ def _names(state: RunState) -> Iterator[dict[str, Any]]:
             yield {"ph": "M", "name": "thread_name", "pid": number, "tid": row, "args": {"name": name}}
 
 
-def _events(rank: int, step: int, one: Timeline, begin: float) -> Iterator[dict[str, Any]]:
+def _events(rank: int, step: int, timeline: Timeline, begin: float) -> Iterator[dict[str, Any]]:
     def span(row: int, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
         first, last = round(1e6 * start), round(1e6 * end)  # whole microseconds, so that nested spans stay nested
         moment = round(1e6 * begin) + first
@@ -253,14 +257,14 @@ def _events(rank: int, step: int, one: Timeline, begin: float) -> Iterator[dict[
             "args": {"step": step} | args,
         }
 
-    for name, start, end in one.phases:
+    for name, start, end in timeline.phases:
         yield span(_PHASES, name, start, end)
-    for start, end in one.busy:
+    for start, end in timeline.busy:
         yield span(_COMPUTING, "compute", start, end)
-    for name, start, end in one.marks:
+    for name, start, end in timeline.marks:
         yield span(_MARKS, name, start, end)
     free: list[float] = []  # overlapping collectives get separate rows: spans of one row must nest
-    for call in sorted(one.comm, key=lambda call: call.start):
+    for call in sorted(timeline.comm, key=lambda call: call.start):
         lane = next((index for index, last in enumerate(free) if last <= call.start), len(free))
         free[lane : lane + 1] = [call.end]
         yield span(

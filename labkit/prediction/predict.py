@@ -169,15 +169,15 @@ def _of_traces(spec: Spec, groups: Sequence[list[int]], traces: dict[int, dict[s
 
 def _model_flops(spec: Spec, ranks: Sequence[PredictedRank], traces: Mapping[int, Mapping[str, Any]]) -> float:
     """Those of the model on one device: ranks of tensor parallelism may all compute the same parts of it."""
-    each = next((trace["flops_of_a_sample"] for trace in traces.values() if "flops_of_a_sample" in trace), None)
-    if each is not None:
-        return float(each * spec.global_batch)
+    of_a_sample = next((trace["flops_of_a_sample"] for trace in traces.values() if "flops_of_a_sample" in trace), None)
+    if of_a_sample is not None:
+        return float(of_a_sample * spec.global_batch)
     return sum((rank.flops or 0) - (rank.recomputed_flops or 0) for rank in ranks)
 
 
 def _by_formula(spec: Spec, reason: str) -> Plan:
     held, flows = states(spec), theory(spec)
-    each = None if flows is None else round(sum(flow.theory for flow in flows) / spec.processes)
+    bytes_of_a_rank = None if flows is None else round(sum(flow.theory for flow in flows) / spec.processes)
     ranks = [
         PredictedRank(
             rank=rank,
@@ -186,7 +186,7 @@ def _by_formula(spec: Spec, reason: str) -> Plan:
             at_peak={},
             phase_at_peak="",
             memory_bytes={name: round(size) for name, size in vars(held[rank]).items()} if held else {},
-            comm_bytes_per_step=each,
+            comm_bytes_per_step=bytes_of_a_rank,
         )
         for rank in range(spec.processes)
     ]

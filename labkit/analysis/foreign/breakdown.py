@@ -36,11 +36,11 @@ def length(start: Numbers, end: Numbers) -> float:
     return float((ends - starts).sum())
 
 
-def common(one: tuple[Numbers, Numbers], other: tuple[Numbers, Numbers]) -> float:
+def common(union: tuple[Numbers, Numbers], other: tuple[Numbers, Numbers]) -> float:
     """How long two unions overlap; each is sorted by its start."""
-    start, end = (np.concatenate(both) for both in zip(one, other))
+    start, end = (np.concatenate(both) for both in zip(union, other))
     order = np.argsort(start, kind="stable")
-    return length(*one) + length(*other) - length(start[order], end[order])
+    return length(*union) + length(*other) - length(start[order], end[order])
 
 
 def _first_of_union(start: Numbers, end: Numbers) -> NDArray[np.bool_]:

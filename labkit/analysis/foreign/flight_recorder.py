@@ -575,7 +575,7 @@ _WORDED: dict[str, Callable[[Problem, Mapping[int, Dump]], Finding]] = {
 def ordered(problems: Sequence[Problem]) -> list[Problem]:
     """The problem that causes the others first: one whose ranks do not wait in a collective themselves, then the one
     that was called first."""
-    waiting = {rank for found in problems for rank in found.entries if found.kind in ("missing", "unmatched")}
+    waiting = {rank for problem in problems for rank in problem.entries if problem.kind in ("missing", "unmatched")}
 
     def key(found: Problem) -> tuple[bool, bool, int]:
         return found.kind in _PENDING, bool(waiting & set(found.ranks)), found.entry.created

@@ -273,7 +273,7 @@ def _line(python: Sequence[Frame], native: Sequence[str]) -> str:
         return user.words if outside[0] is user else f"{user.words} ({outside[0].words})"
     if python:
         return (outside or python)[0].words
-    node = next((found[1] for found in map(_NODE.search, native) if found), "")
+    node = next((match[1] for match in map(_NODE.search, native) if match), "")
     if node:
         return f"{AUTOGRAD}: {node}"
     return AUTOGRAD if any("torch::autograd::Engine" in name for name in native) else UNKNOWN

@@ -195,7 +195,7 @@ class Allocator:
         size = _up(size, _BLOCK)
         small = size <= _SMALL
         free = self._free[stream, small]
-        place = bisect_left(free, (size, -1), key=lambda one: one[:2])
+        place = bisect_left(free, (size, -1), key=lambda entry: entry[:2])
         block = free.pop(place)[2] if place < len(free) else self._segment(size, (stream, small))
         rest = block.size - size
         if rest >= _BLOCK if small else rest > _SMALL:
@@ -222,7 +222,7 @@ class Allocator:
         self._keep(block)
 
     def _keep(self, block: Block) -> None:
-        insort(self._free[block.pool], (block.size, block.start, block), key=lambda one: one[:2])
+        insort(self._free[block.pool], (block.size, block.start, block), key=lambda entry: entry[:2])
 
     def _segment(self, size: int, pool: tuple[int, bool]) -> Block:
         whole = _SMALL_SEGMENT if pool[1] else _SEGMENT if size < _OWN_SEGMENT else _up(size, _MULTIPLE)

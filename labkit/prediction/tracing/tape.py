@@ -226,8 +226,8 @@ class Work:
             self._append(["wait", number])
             self._used[self._calls[number]] = len(self._items)
         if numbers:
-            for found in self._needed.values():
-                found -= numbers
+            for needed in self._needed.values():
+                needed -= numbers
 
     def program(self, spans: list[tuple[str, int, int]]) -> list[Any]:
         """The program of the step with these phases, in the form of `compute`; in place of the seconds of a
