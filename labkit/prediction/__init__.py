@@ -28,7 +28,7 @@ then has what the formulas of `analysis/theory/` say.
 What depends on the machine is added to a plan whenever it is read: the peak of its devices, and whether the ranks fit
 into their memory (`prediction/predict.py`).
 
-The time of a step (`prediction/timing.py`) needs no fake tensors: `prediction/tracing/compute.py` runs the script with
+The time of a step (`prediction/timing.py`) needs no fake tensors: `prediction/tracing/rank.py` runs the script with
 real tensors and data in a process group in which every collective is over at once, and cuts what the rank computes, in
 CPU time, at the moments when it starts a collective or waits for one. This is the rank's program. As many ranks as
 there are cores are measured at a time. `prediction/timing.py` executes the programs of all ranks against a model of

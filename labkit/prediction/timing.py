@@ -78,7 +78,7 @@ Program = Sequence[Compute | Start | Wait]
 
 
 def program_of(items: Sequence[Sequence[Any]]) -> Program:
-    """The program in the form of `tracing.compute`, which is JSON."""
+    """The program in the form of `tracing.rank.compute`, which is JSON."""
     kinds = {"compute": Compute, "start": Start, "wait": Wait}
     return [
         kinds[kind](*(tuple(value) if isinstance(value, list) else value for value in rest)) for kind, *rest in items
