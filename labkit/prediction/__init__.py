@@ -10,7 +10,8 @@ process. A trace that fails, a process that is killed and one that takes too lon
 then has what the formulas of `analysis/theory/` say.
 
 - `prediction/tracing/rank.py`: builds the script's model and optimizer from its own functions, runs two steps (FSDP)
-  or three under torch's fake tensors, and reports the last one with its phases
+  or three under torch's fake tensors, and reports the last one with its phases; for the time of a step it measures what
+  the rank computes
 - `prediction/tracing/tape.py`: a dispatch mode that records every allocation, release and collective; its record goes
   through the same `curve` as a profiled step, so predicted and measured figures have one definition. It also has what
   the rank computes and sends, in order (FLOPs and bytes of each kernel, and where the result of each collective is
@@ -18,7 +19,7 @@ then has what the formulas of `analysis/theory/` say.
 - `prediction/tracing/world.py`: one rank of torch's fake process group, the few functions of torch that read data or
   wait for peers, and what stands in for `DistributedDataParallel`, whose C++ reducer cannot read fake tensors
 - `prediction/tracing/kernels.py`: the temporary memory inside kernels, such as a convolution's, measured by executing
-  each distinct operation once
+  each distinct operation once, and a replay of the caching allocator of CUDA
 - `prediction/tracing/torch_private.py`: the table of torch's private names that a trace needs, like that of the probe
 - `prediction/tracing/own_script.py`: executes a script of the user's own instead: steps, phases and owners are found
   by the hooks of the probe, with the tape as their clock; what such a script hears about GPUs, data loaders and other
@@ -67,14 +68,13 @@ torch.
 
 `prediction/scale/` has no Spec and no trace: it estimates a transformer under any layout by closed formulas, for advice
 (`labkit advise`) and scaling. `prediction/scale/advice.py` turns arguments into a `Training`, the input of everything
-else, and into a `Layout`; `prediction/scale/model.py` finds the model and has its numbers. A `Layout` is one choice of
-the table of shardings, of degrees, and of a row of `prediction/scale/layouts.py`, which says what a framework does
-differently; `prediction/scale/step.py` makes it an `Estimate`, with each rule and its source in their docstrings. What
-an accelerator and a network reach is in `prediction/devices.py`, or in a file that `prediction/scale/advice.py` reads.
-`prediction/scale/advice.py` tries all layouts, and all numbers of devices. `prediction/scale/check.py` compares
-estimates with published runs; constants that were fitted are in these tables only, never next to a case. The formulas
-of the states are those of `analysis/theory/`, and a test compares them with the trace. `figures/advice.py` and
-`figures/estimated.py` display the results.
+else, and into a `Layout`, and tries all layouts and all numbers of devices; `prediction/scale/model.py` finds the model
+and has its numbers. A `Layout` (`prediction/scale/layouts.py`) is one choice of the table of shardings, of degrees, and
+of a framework, whose row says what it does differently; `prediction/scale/step.py` makes it an `Estimate`, with each
+rule and its source in their docstrings. What an accelerator and a network reach is in `prediction/devices.py`, or in a
+file of one's own. `prediction/scale/check.py` compares estimates with published runs; constants that were fitted are in
+these tables only, never next to a case. The formulas of the states are those of `analysis/theory/`, and a test compares
+them with the trace. `figures/advice.py` and `figures/estimated.py` display the results.
 
 `prediction/scale/published.csv.gz` has published runs on real GPUs, verbatim. `prediction/scale/atlas.py` reads them as
 a `Training`, a `Layout` and what was measured, selects some of them, ranks the layouts of a case, and finds those that
