@@ -72,9 +72,9 @@ else, and into a `Layout`, and tries all layouts and all numbers of devices; `pr
 and has its numbers. A `Layout` (`prediction/scale/layouts.py`) is one choice of the table of shardings, of degrees, and
 of a framework, whose row says what it does differently; `prediction/scale/step.py` makes it an `Estimate`, with each
 rule and its source in their docstrings. What an accelerator and a network reach is in `prediction/devices.py`, or in a
-file of one's own. `prediction/scale/check.py` compares estimates with published runs; constants that were fitted are in
-these tables only, never next to a case. The formulas of the states are those of `analysis/theory/`, and a test compares
-them with the trace. `figures/advice.py` and `figures/estimated.py` display the results.
+file that describes another machine. `prediction/scale/check.py` compares estimates with published runs; constants that
+were fitted are in these tables only, never next to a case. The formulas of the states are those of `analysis/theory/`,
+and a test compares them with the trace. `figures/advice.py` and `figures/estimated.py` display the results.
 
 `prediction/scale/published.csv.gz` has published runs on real GPUs, verbatim. `prediction/scale/atlas.py` reads them as
 a `Training`, a `Layout` and what was measured, selects some of them, ranks the layouts of a case, and finds those that
