@@ -118,7 +118,7 @@ def _write(path: Path, page: str, args: argparse.Namespace) -> None:
 
 def explain(args: argparse.Namespace) -> int:
     """Prints what files of a job say that ran anywhere."""
-    from labkit.analysis.foreign.chrome import watched
+    from labkit.analysis.foreign.reading import watched
     from labkit.api import explain as explained
 
     with Progress() as progress:

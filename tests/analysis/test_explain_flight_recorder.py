@@ -15,7 +15,7 @@ import pytest
 from flight_dumps import WORLD, call, dump, write
 
 from labkit.analysis.foreign import ForeignError, Page, opening
-from labkit.analysis.foreign.pickles import NoPlainPickle, plain_pickle
+from labkit.analysis.foreign.reading import NoPlainPickle, plain_pickle
 
 TENSOR, PIPELINE = ("1", "tp"), ("3", "pp")
 

@@ -20,7 +20,8 @@ from labkit.analysis.foreign import (
     profiles,
     ras,
 )
-from labkit.analysis.foreign.chrome import Content, read_profile
+from labkit.analysis.foreign.chrome import read_profile
+from labkit.analysis.foreign.reading import Content
 from labkit.common.reading import is_folder, open_regular
 from labkit.record.garbage import uncollected
 
