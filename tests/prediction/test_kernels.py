@@ -130,12 +130,12 @@ def test_the_peak_of_a_rank_is_that_of_the_allocator_on_the_gpus_of_the_machine(
 def test_estimates_have_ranges_and_sources_and_name_nccl_only_with_collectives():
     reserved = AllocatorPeak(workspace=0, allocated=10, reserved=510)
     alone = estimates([("send", 8, 1)], reserved)
-    assert [one.name for one in alone if "NCCL" in one.name] == []
+    assert [estimate.name for estimate in alone if "NCCL" in estimate.name] == []
     found = estimates([("all_reduce", 8, 4), ("all_gather", 8, 4), ("all_reduce", 8, 2)], reserved)
-    (one,) = (each for each in found if "NCCL" in each.name)
-    assert one.low == 2 * 16 * MIB
-    for each in (*alone, *found):
-        assert 0 <= each.low <= each.high and each.source
+    (buffers,) = (estimate for estimate in found if "NCCL" in estimate.name)
+    assert buffers.low == 2 * 16 * MIB
+    for estimate in (*alone, *found):
+        assert 0 <= estimate.low <= estimate.high and estimate.source
     assert found[-1].high == 500
 
 

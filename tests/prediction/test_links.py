@@ -219,7 +219,7 @@ def test_files_round_trip(cache):
     two, four = table(all_reduce=((1024, 1e-4), (4096, 2e-4))), table(4, send=((1024, 1e-4),))
     four = replace(four, missing={"all_to_all": "unsupported"}, kernels={"slowdown": 1.2})
     two = replace(two, kernels={"slowdown": 2.04})
-    assert [store(one).name for one in (four, two)] == ["gloo-4.json", "gloo-2.json"]
+    assert [store(links_of).name for links_of in (four, two)] == ["gloo-4.json", "gloo-2.json"]
     assert stored(MACHINE).tables == (two, four)
     assert measured(MACHINE, "gloo").time("all_reduce", 1024, 2).seconds == 1e-4
     busy = "while the machine was busy (its ranks computed 2.0 times as long as alone)"

@@ -298,7 +298,7 @@ allowed |= {"pygments", "markdown-it-py", "mdurl"}  # those that rich needs
 class Without:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        packages = {one.lower().replace("_", "-") for one in of.get(name.partition(".")[0], ())} - {"labkit"}
+        packages = {package.lower().replace("_", "-") for package in of.get(name.partition(".")[0], ())} - {"labkit"}
         return None if packages and not packages & allowed else PathFinder.find_spec(name, path, target)
 
 sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
