@@ -21,21 +21,21 @@ def main(argv=None):
         return 2
 
     from labkit.cli.parser import parse, refuse
-    from labkit.setup import bootstrap
+    from labkit.setup import environment
 
     argv = sys.argv[1:] if argv is None else list(argv)
     args = parse(argv)
     if args.command == "test" and "--gpu" in args.rest:
-        session = bootstrap.CLONE / "tests" / "gpu_session"
+        session = environment.CLONE / "tests" / "gpu_session"
         if not session.is_dir():
             return refuse(
-                f"{bootstrap.CLONE} has no {session.name}; start it from a clone of the project", json=False, code=2
+                f"{environment.CLONE} has no {session.name}; start it from a clone of the project", json=False, code=2
             )
         # it prepares the environment itself, as far as a bare machine allows
-        bootstrap.become([sys.executable, str(session), *(argument for argument in args.rest if argument != "--gpu")])
+        environment.become([sys.executable, str(session), *(argument for argument in args.rest if argument != "--gpu")])
     try:
-        bootstrap.ensure(args.extras, argv)
-    except bootstrap.SetupError as error:
+        environment.ensure(args.extras, argv)
+    except environment.SetupError as error:
         return refuse(str(error), json=args.json, code=1)
     except KeyboardInterrupt:
         return refuse("interrupted; the next start sets up the environment again", json=args.json, code=130)

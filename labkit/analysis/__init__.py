@@ -15,14 +15,13 @@ outcome in numbers and sentences.
 
 `analysis/diagnose/` reads the state for causes, one function per rule, the most severe finding first:
 
-- `analysis/diagnose/errors.py`, `analysis/diagnose/known_errors.py`: runs that fail; the table of errors that are
-  recognised by their message
+- `analysis/diagnose/errors.py`, `analysis/diagnose/known_errors.py`: runs that fail, and collectives that do not
+  match; the table of errors that are recognised by their message
 - `analysis/diagnose/hang.py`: runs that make no progress; which rank waits in which collective of which process
-  group. `analysis/diagnose/mismatch.py`: collectives that do not match
+  group
 - `analysis/diagnose/ras.py`: what NCCL's RAS service says about ranks that wait
-- `analysis/diagnose/training.py`: runs that train something else
+- `analysis/diagnose/training.py`: runs that train something else, and training that the probe cannot observe
 - `analysis/diagnose/speed.py`: runs that are slow or large, and mixtures of experts whose load is uneven
-- `analysis/diagnose/unseen.py`: training that the probe cannot observe
 
 `analysis/diagnose/finding.py` words each fix for the script that ran: as an option if a strategy ran, as a line of
 PyTorch otherwise.
@@ -33,7 +32,7 @@ events of a run. `analysis/changes.py` says what changed between two runs, from 
 
 `analysis/comparison.py` has the rows of a comparison, live or recorded, for every front end. `plan` in
 `runs/comparing.py` settles all Specs before the first run starts (the same global batch, seed and order of samples;
-`single` first), and `Comparing` runs them one after another. `analysis/equivalence.py` assembles the shards that the
-ranks recorded into whole tensors and awards the badge; `departures` in `training/strategies/rules.py` collects the
-reasons why a run is expected to differ.
+`single` first), and `Comparing` runs them one after another. `badge` in `analysis/comparison.py` assembles the shards
+that the ranks recorded into whole tensors, and says whether two runs are equivalent; `departures` in
+`training/strategies/rules.py` collects the reasons why a run is expected to differ.
 """

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeAlias
 
 import msgspec
 
 from labkit.analysis.diagnose.finding import shorter
+from labkit.analysis.foreign import Table
 from labkit.analysis.foreign.breakdown import short_name
-from labkit.analysis.foreign.page import Table
 from labkit.analysis.metrics import median, step_times
 from labkit.analysis.profiled import parts, usual
 from labkit.common.units import counted, milliseconds
@@ -233,11 +233,13 @@ def changes(before: str, old: RunState, after: str, new: RunState) -> Difference
 def _step_changes(before: str, old: RunState, after: str, new: RunState, ranks: Sequence[int]) -> Changes:
     of_old, of_new = ({rank: usual(state.ranks[rank]) for rank in ranks} for state in (old, new))
     by_rank = {rank: _compared(_parts, of_old[rank], of_new[rank]) for rank in ranks}
-    all_old, all_new = ([one for timelines in of_run.values() for one in timelines] for of_run in (of_old, of_new))
+    all_old, all_new = ([*chain.from_iterable(of_run.values())] for of_run in (of_old, of_new))
     numbers = sorted({one.step for one in all_old} & {one.step for one in all_new})
     steps = []
     for number in numbers:
-        then, now = ([one for one in timelines if one.step == number] for timelines in (all_old, all_new))
+        then, now = (
+            [timeline for timeline in timelines if timeline.step == number] for timelines in (all_old, all_new)
+        )
         whole, *_ = _compared(_parts, then, now)
         steps.append(replace(whole, name=str(number)))
     return Changes(
@@ -303,11 +305,11 @@ def _call_changes(before: str, old: RunState, after: str, new: RunState, ranks: 
 def _calls_of(state: RunState, number: int) -> list[Call]:
     """The calls that a dump of this rank has, without times that reach its end because they did not end."""
     rank = state.ranks.get(number)
-    recorded = [one for one in rank.timelines.values() if one.calls_only] if rank else []
+    dumps = [timeline for timeline in rank.timelines.values() if timeline.calls_only] if rank else []
     return [
-        msgspec.structs.replace(call, end=call.start) if call.end >= one.seconds else call
-        for one in recorded
-        for call in one.comm
+        msgspec.structs.replace(call, end=call.start) if call.end >= dump.seconds else call
+        for dump in dumps
+        for call in dump.comm
     ]
 
 
@@ -346,14 +348,14 @@ def _moved(before: str, after: str, by_rank: Mapping[int, tuple[Sequence[Call], 
         then, now = ({(call.group, *(call.ranks or ()), call.seq): call for call in calls} for calls in sides)
         both = [(then[key], now[key]) for key in then if key in now and key[-1] is not None]
         alike = alike or bool(both)
-        found += [(one.start, rank, one, other) for one, other in both if one.op != other.op][:1]
+        found += [(earlier.start, rank, earlier, later) for earlier, later in both if earlier.op != later.op][:1]
     if not alike:
         return "No call has the same number in both, so calls are not compared one by one."
     if not found:
         return ""
-    _, rank, one, other = min(found, key=lambda row: row[:2])
+    _, rank, earlier, later = min(found, key=lambda row: row[:2])
     return (
-        f"The first call that is another one is {_numbered(one)}, in whose place rank {rank} calls {other.op} in"
+        f"The first call that is another one is {_numbered(earlier)}, in whose place rank {rank} calls {later.op} in"
         f" {after}: from there on, {before} and {after} do not do the same."
     )
 
@@ -365,29 +367,32 @@ def _has_timelines(state: RunState, number: int) -> bool:
 _Measured = Mapping[str, tuple[float, float]]  # by name: seconds, and how often
 
 
-def _parts(one: Timeline) -> _Measured:
-    return {name: (seconds, 0.0) for name, seconds in {STEP: one.seconds, **parts(one)}.items()}
+def _parts(timeline: Timeline) -> _Measured:
+    return {name: (seconds, 0.0) for name, seconds in {STEP: timeline.seconds, **parts(timeline)}.items()}
 
 
-def _collectives(one: Timeline) -> _Measured:
+def _collectives(timeline: Timeline) -> _Measured:
     found: dict[str, tuple[float, float]] = {}
-    for call in one.comm:
+    for call in timeline.comm:
         seconds, count = found.get(call.op, (0.0, 0.0))
         found[call.op] = seconds + call.end - call.start, count + 1
     return found
 
 
-def _kernels(one: Timeline) -> _Measured:
-    return {name: (seconds, float(count)) for name, count, seconds in one.kernels}
+def _kernels(timeline: Timeline) -> _Measured:
+    return {name: (seconds, float(count)) for name, count, seconds in timeline.kernels}
 
 
 def _known_kernels(old: Sequence[Timeline], new: Sequence[Timeline]) -> list[Change]:
     """The kernels of both runs, if both know them. A run has those that take longest: of one that only one run has, it
     is not known how long it took in the other, unless the other one has fewer than that."""
-    if not all(one.kernels for one in (*old, *new)):
+    if not all(timeline.kernels for timeline in (*old, *new)):
         return []
-    full = max(len(one.kernels) for one in (*old, *new))
-    is_cut = {side: any(len(one.kernels) == full for one in side_of) for side, side_of in (("old", old), ("new", new))}
+    full = max(len(timeline.kernels) for timeline in (*old, *new))
+    is_cut = {
+        side: any(len(timeline.kernels) == full for timeline in side_of)
+        for side, side_of in (("old", old), ("new", new))
+    }
     return [
         change
         for change in _compared(_kernels, old, new)
@@ -399,7 +404,7 @@ def _compared(
     measure: Callable[[Timeline], _Measured], old: Iterable[Timeline], new: Iterable[Timeline]
 ) -> list[Change]:
     """The means of what is measured in some steps of both runs."""
-    means = [_mean([measure(one) for one in steps]) for steps in (old, new)]
+    means = [_mean([measure(timeline) for timeline in steps]) for steps in (old, new)]
     nothing = (0.0, 0.0)
     found = []
     for key in dict.fromkeys([*means[0], *means[1]]):

@@ -119,13 +119,13 @@ def _operations(state: RunState, rank: int) -> Parts:
 
 
 def _exposed(state: RunState, rank: int) -> float | None:
-    one = state.ranks[rank].timeline
-    return overlap(one)[1] if one else None
+    timeline = state.ranks[rank].timeline
+    return overlap(timeline)[1] if timeline else None
 
 
 def _overlapped(state: RunState, rank: int) -> float | None:
-    one = state.ranks[rank].timeline
-    seconds, exposed = overlap(one) if one else (0.0, 0.0)
+    timeline = state.ranks[rank].timeline
+    seconds, exposed = overlap(timeline) if timeline else (0.0, 0.0)
     return 1 - min(1.0, exposed / seconds) if seconds else None
 
 

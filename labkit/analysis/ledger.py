@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from labkit.analysis.theory import Flow, theory
+from labkit.analysis.theory.formulas import Flow, theory
 from labkit.common.units import size
-from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import LedgerEntry
 from labkit.record.state import per_revision
 
@@ -48,7 +47,7 @@ def ledger(state: RunState) -> tuple[Entry, ...]:
     """An entry for every operation that was measured or is expected, the largest first; empty until all ranks recorded
     traffic. Some ranks of a script of one's own may never take a step: without them once the run is over.
     """
-    spec = _asked(state)
+    spec = state.asked
     seen = _copied(state) if state.in_threads else _seen(state, every_rank=spec is not None or not state.over)
     if seen is None:
         return ()
@@ -62,15 +61,6 @@ def ledger(state: RunState) -> tuple[Entry, ...]:
             flows.setdefault(flow.op, []).append(flow)
         entries = [_entry(op, *measured.get(op, (0.0, 0.0)), those) for op, those in flows.items()]
     return tuple(sorted(entries, key=lambda entry: -max(entry.measured, entry.theory or 0.0)))
-
-
-def _asked(state: RunState) -> Spec | None:
-    """The Spec of a run; None without a strategy or a known number of ranks."""
-    try:
-        spec = state.spec.to_spec()
-    except SpecError:
-        return None  # of a newer version
-    return spec if spec and spec.strategy and spec.nproc else None
 
 
 def _seen(state: RunState, every_rank: bool) -> tuple[dict[str, tuple[float, float]], int] | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy
 
-from labkit.analysis.theory.states import SIX_ND, tokens_of_a_sample
+from labkit.analysis.theory.formulas import SIX_ND, tokens_of_a_sample
 from labkit.common.units import significant
 from labkit.plan.spec import Spec
 from labkit.record.documents import Plan, ReplicaFigures
@@ -238,8 +238,8 @@ def pace(state: RunState) -> float | None:
 
 def seconds_left(state: RunState) -> float | None:
     """Seconds left at the current pace; None before the first steps, or if the number of steps is unknown."""
-    total, each = state.total_steps, pace(state)
-    return None if total is None or each is None else max(0, total - state.step) * each
+    total, of_a_step = state.total_steps, pace(state)
+    return None if total is None or of_a_step is None else max(0, total - state.step) * of_a_step
 
 
 # ---- replicas in threads of one process (dp)

@@ -13,7 +13,7 @@ from labkit.analysis.metrics import (
     predicted_efficiency,
     step_seconds,
 )
-from labkit.analysis.theory import states
+from labkit.analysis.theory.formulas import states
 from labkit.common.units import milliseconds, size
 from labkit.record.documents import Plan, PredictedClass, PredictedRank, PredictedTimeline, PredictionOutcome
 from labkit.record.events import Timeline

@@ -1,7 +1,7 @@
 """Figures of profiled steps: typical steps, exposed communication, ranks on a common time axis, and memory outside of
 tensors.
 
-Ranks are aligned by their clocks, those of several hosts by their offsets (see clocks.py). If the clocks disagree (the
+Ranks are aligned by their clocks, those of several hosts by their offsets (`clocks`). If the clocks disagree (the
 steps would not overlap, or an all-reduce would end on one rank before it starts on another), each rank is shifted so
 that its collectives end at the same time as those of rank 0.
 """
@@ -11,16 +11,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec.structs import replace
 
-from labkit.analysis.metrics import USUAL, median
-from labkit.analysis.nodes import ahead, moments
+from labkit.analysis.metrics import USUAL, median, quartiles
 from labkit.common.files import MARK, write_output
 from labkit.record.events import Timeline
-from labkit.record.state import RunState
+from labkit.record.state import RunState, per_revision
 from labkit.record.writer import PHASES
 
 if TYPE_CHECKING:
@@ -49,22 +49,22 @@ def exposed(rank: RankState) -> dict[str, float]:
     return {phase: median(values) for phase, values in shares.items()}
 
 
-def overlap(one: Timeline) -> tuple[float, float]:
+def overlap(timeline: Timeline) -> tuple[float, float]:
     """Of one timeline: seconds of communication, and the exposed part of them, in which nothing was computed."""
     under_way, last = 0.0, -math.inf
-    for start, end in sorted((max(0.0, call.start), min(call.end, one.seconds)) for call in one.comm):
+    for start, end in sorted((max(0.0, call.start), min(call.end, timeline.seconds)) for call in timeline.comm):
         under_way += max(0.0, end - max(start, last))
         last = max(last, end)
-    return under_way, sum(one.exposed.values())
+    return under_way, sum(timeline.exposed.values())
 
 
-def parts(one: Timeline) -> dict[str, float]:
+def parts(timeline: Timeline) -> dict[str, float]:
     """Seconds of a profiled step in which the rank computed, in which communication was exposed, in which memory was
     copied, if that is known, and in which it was idle."""
-    computed = sum(end - start for start, end in one.busy) if one.computed is None else one.computed
-    exposed_seconds = sum(one.exposed.values())
-    copies = {} if one.copies is None else {"copies of memory": one.copies}
-    idle = max(0.0, one.seconds - computed - exposed_seconds) if one.idle is None else one.idle
+    computed = sum(end - start for start, end in timeline.busy) if timeline.computed is None else timeline.computed
+    exposed_seconds = sum(timeline.exposed.values())
+    copies = {} if timeline.copies is None else {"copies of memory": timeline.copies}
+    idle = max(0.0, timeline.seconds - computed - exposed_seconds) if timeline.idle is None else timeline.idle
     return {"compute": computed, "exposed communication": exposed_seconds, **copies, "idle": idle}
 
 
@@ -76,7 +76,11 @@ def profiled_steps(state: RunState) -> list[int]:
 def step_in_words(state: RunState, step: int) -> str:
     """`profiled step 5`; of dumps of the flight recorder, what they have instead of a step."""
     ranks = (rank.timelines.get(step) for rank in state.ranks.values())
-    return "the recorded collectives" if any(one and one.calls_only for one in ranks) else f"profiled step {step:,}"
+    return (
+        "the recorded collectives"
+        if any(timeline and timeline.calls_only for timeline in ranks)
+        else f"profiled step {step:,}"
+    )
 
 
 def newest(state: RunState) -> int | None:
@@ -130,6 +134,76 @@ def _known(count: float) -> float:
     return max(0.0, count) if math.isfinite(count) else 0.0
 
 
+# ---- the clocks of hosts
+
+
+MUTUAL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")  # none ends before all have begun it
+
+
+@dataclass(frozen=True)
+class Offset:
+    """A host's clock is `seconds` ahead of that of the first rank's host, give or take `uncertainty` (seconds: half the
+    range of the middle half of all differences, at least half the shortest collective), from so many `collectives`."""
+
+    seconds: float
+    uncertainty: float
+    collectives: int
+
+
+@per_revision
+def clocks(state: RunState) -> dict[str, Offset]:
+    """The offset of each host but the first rank's, as far as profiled collectives link them; empty with one host."""
+    hosts = {number: rank.host for number, rank in state.ranks.items() if rank.host}
+    if len(set(hosts.values())) < 2:
+        return {}
+    ends: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}
+    for number in hosts:
+        for step, timeline in state.ranks[number].timelines.items():
+            starts = moments(timeline, "start")
+            for key, end in moments(timeline, "end").items():
+                ends.setdefault((step, *key), {})[number] = end, end - starts[key]
+    known = {hosts[min(hosts)]: Offset(0.0, 0.0, 0)}
+    while linked := _linked(ends, hosts, known):
+        known |= linked
+    return dict(list(known.items())[1:])
+
+
+def ahead(state: RunState) -> dict[int, float]:
+    """By rank the seconds by which its host's clock is ahead; ranks whose host has no offset are left out."""
+    found = clocks(state)
+    return {number: found[rank.host].seconds for number, rank in state.ranks.items() if rank.host in found}
+
+
+def moments(timeline: Timeline, which: Literal["start", "end"]) -> dict[tuple[Any, ...], float]:
+    """When each numbered collective of a group (its name and ranks) started or ended, in unix seconds."""
+    return {
+        (call.group, *(call.ranks or ()), call.seq): timeline.t0 + (call.start if which == "start" else call.end)
+        for call in timeline.comm
+        if call.seq and call.op in MUTUAL
+    }
+
+
+def _linked(
+    ends: dict[tuple[Any, ...], dict[int, tuple[float, float]]], hosts: dict[int, str], known: dict[str, Offset]
+) -> dict[str, Offset]:
+    """The offsets of further hosts that have a collective in common with a known one, each from its first such host."""
+    differences: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for ranks in ends.values():
+        for number, (end, seconds) in ranks.items():
+            for other, (then, others) in ranks.items():
+                if hosts[other] in known and hosts[number] not in known:
+                    pair = end - then, min(seconds, others)
+                    differences.setdefault(hosts[number], {}).setdefault(hosts[other], []).append(pair)
+    found = {}
+    for host, by in differences.items():
+        via = next(name for name in known if name in by)
+        values, shortest = [value for value, _ in by[via]], min(seconds for _, seconds in by[via])
+        low, high = quartiles(values)
+        spread = max(high - low, shortest) / 2
+        found[host] = Offset(median(values) + known[via].seconds, spread + known[via].uncertainty, len(values))
+    return found
+
+
 # ---- profiled steps as a trace for Perfetto or Chrome: one process per rank, on a common time axis
 
 
@@ -169,7 +243,7 @@ def _names(state: RunState) -> Iterator[dict[str, Any]]:
             yield {"ph": "M", "name": "thread_name", "pid": number, "tid": row, "args": {"name": name}}
 
 
-def _events(rank: int, step: int, one: Timeline, begin: float) -> Iterator[dict[str, Any]]:
+def _events(rank: int, step: int, timeline: Timeline, begin: float) -> Iterator[dict[str, Any]]:
     def span(row: int, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
         first, last = round(1e6 * start), round(1e6 * end)  # whole microseconds, so that nested spans stay nested
         moment = round(1e6 * begin) + first
@@ -183,14 +257,14 @@ def _events(rank: int, step: int, one: Timeline, begin: float) -> Iterator[dict[
             "args": {"step": step} | args,
         }
 
-    for name, start, end in one.phases:
+    for name, start, end in timeline.phases:
         yield span(_PHASES, name, start, end)
-    for start, end in one.busy:
+    for start, end in timeline.busy:
         yield span(_COMPUTING, "compute", start, end)
-    for name, start, end in one.marks:
+    for name, start, end in timeline.marks:
         yield span(_MARKS, name, start, end)
     free: list[float] = []  # overlapping collectives get separate rows: spans of one row must nest
-    for call in sorted(one.comm, key=lambda call: call.start):
+    for call in sorted(timeline.comm, key=lambda call: call.start):
         lane = next((index for index, last in enumerate(free) if last <= call.start), len(free))
         free[lane : lane + 1] = [call.end]
         yield span(

@@ -6,14 +6,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from labkit.analysis.diagnose import findings
 from labkit.analysis.guess import outcomes as guess_outcomes
 from labkit.analysis.ledger import ledger
 from labkit.analysis.metrics import efficiency, gil_wait, phase_seconds, replica_figures, step_seconds, step_seconds_p95
-from labkit.analysis.nodes import node_changes
 from labkit.analysis.prediction import outcomes
 from labkit.analysis.profiled import overlap
-from labkit.record.documents import SUMMARY, Communication, Durations, RankFigures, Summary, Unreadable, UnreadableRun
+from labkit.common.units import counted
+from labkit.record.documents import (
+    SUMMARY,
+    Communication,
+    Durations,
+    NodesFigures,
+    RankFigures,
+    Summary,
+    Unreadable,
+    UnreadableRun,
+)
+from labkit.record.events import Hosts
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.ranks import RankState
@@ -123,3 +135,35 @@ def summary_or_reason(
         return recorded_summary(folder, progress)
     except Unreadable as error:
         return UnreadableRun(folder.name, error.reason)
+
+
+# ---- nodes that meet and leave
+
+
+@per_revision
+def node_changes(state: RunState) -> list[NodesFigures]:
+    """The changes in order, each once, although every node reports it in its own folder; empty with one node."""
+    found: list[NodesFigures] = []
+    for event in sorted(state.nodes, key=lambda event: event.t):
+        seconds = elapsed(state.status.started, event.t)
+        change = NodesFigures(
+            seconds=None if seconds is None else round(seconds, 3),
+            what="met" if isinstance(event, Hosts) else "cut off",
+            hosts=list(dict.fromkeys(event.hosts.values())),
+            ranks=len(event.hosts),
+        )
+        if not found or replace(change, seconds=None) != replace(found[-1], seconds=None):
+            found.append(change)
+    return found
+
+
+def nodes_in_words(state: RunState) -> str:
+    """`2 nodes met (5.8 s), b cut off (9.0 s), 1 node met (14.2 s)`; empty if nothing changed after they met."""
+    changes = node_changes(state)
+    said = [
+        (counted(len(event.hosts), "node") if event.what == "met" else ", ".join(event.hosts))
+        + f" {event.what}"
+        + ("" if event.seconds is None else f" ({event.seconds:.1f} s)")
+        for event in changes
+    ]
+    return ", ".join(said) if len(said) > 1 else ""

@@ -26,7 +26,7 @@ from labkit.frontends.terminal import (
     scaling_tables,
 )
 from labkit.plan.spec import SpecError
-from labkit.prediction.scale.asked import WHOLE
+from labkit.prediction.scale.advice import WHOLE
 from labkit.prediction.tracer import TraceFailed
 from labkit.record.folder import RunFolder
 from labkit.record.packed import SHIPPED
@@ -118,7 +118,7 @@ def _write(path: Path, page: str, args: argparse.Namespace) -> None:
 
 def explain(args: argparse.Namespace) -> int:
     """Prints what files of a job say that ran anywhere."""
-    from labkit.analysis.foreign.chrome import watched
+    from labkit.analysis.foreign.reading import watched
     from labkit.api import explain as explained
 
     with Progress() as progress:

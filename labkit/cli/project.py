@@ -24,8 +24,7 @@ from labkit.common.units import counted
 from labkit.course.exercises import my_progress
 from labkit.record.folder import runs_root
 from labkit.setup import environment
-from labkit.setup.bootstrap import VENV_PYTHON, become
-from labkit.setup.environment import BROWSERS, CLONE, FIREFOX, RENDERER, RENDERER_VARIABLE, VENV
+from labkit.setup.environment import BROWSERS, CLONE, FIREFOX, RENDERER, RENDERER_VARIABLE, VENV, VENV_PYTHON, become
 from labkit.setup.progress import Progress
 
 # ---- the commands setup, lab and test
@@ -396,7 +395,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def _calibrate(nproc: int | None) -> None:
-    from labkit.prediction.link_table import store
+    from labkit.prediction.links import store
     from labkit.runs.calibration import CalibrationError, calibrate, plan
 
     try:

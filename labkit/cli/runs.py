@@ -21,9 +21,8 @@ from labkit.cli.shared import WIDE, Refused, console, find, find_followed, inter
 from labkit.common.arguments import shown
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import counted, size
-from labkit.exports.exporting import check_tools
+from labkit.exports.exporting import ExportError, check_tools
 from labkit.exports.exporting import export as exported
-from labkit.exports.files import ExportError
 from labkit.frontends import terminal
 from labkit.plan.nodes import Node
 from labkit.record import packed

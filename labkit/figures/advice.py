@@ -23,15 +23,13 @@ from labkit.prediction.scale.advice import (
     Series,
     devices_needed,
     efficiency,
+    in_words,
     scaling,
     verdict,
 )
-from labkit.prediction.scale.asked import in_words
 from labkit.prediction.scale.atlas import NEAR, evidence
-from labkit.prediction.scale.frameworks import USABLE
-from labkit.prediction.scale.layouts import Layout
-from labkit.prediction.scale.step import Estimate
-from labkit.prediction.scale.training import RESERVED_FOR
+from labkit.prediction.scale.layouts import USABLE, Layout
+from labkit.prediction.scale.step import RESERVED_FOR, Estimate
 
 if TYPE_CHECKING:
     import plotly.graph_objects

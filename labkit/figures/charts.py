@@ -13,9 +13,9 @@ import numpy
 
 from labkit.analysis.guess import FIGURES, by_rank
 from labkit.analysis.metrics import expert_loads, phase_seconds, rolling_throughput, summed
-from labkit.analysis.nodes import ahead, clocks, nodes_in_words
 from labkit.analysis.prediction import as_profiled, predicted_timelines
-from labkit.analysis.profiled import aligned, beyond, exposed, newest, overlap, usual
+from labkit.analysis.profiled import ahead, aligned, beyond, clocks, exposed, newest, overlap, usual
+from labkit.analysis.summary import nodes_in_words
 from labkit.common.units import size
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Derived, Line, Marks, Spans

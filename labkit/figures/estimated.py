@@ -12,10 +12,10 @@ from labkit.figures.advice import PARTS, estimate_json, in_seconds
 from labkit.figures.atlas import EVIDENCE_HEADS, evidence_cells, evidence_json
 from labkit.figures.prediction import table_html
 from labkit.figures.tables import table_text
-from labkit.prediction.scale.asked import in_words
+from labkit.prediction.scale.advice import in_words
 from labkit.prediction.scale.atlas import evidence
 from labkit.prediction.scale.check import FEWEST, Agreement, Checked
-from labkit.prediction.scale.frameworks import FRAMEWORKS
+from labkit.prediction.scale.layouts import FRAMEWORKS
 from labkit.prediction.scale.step import Estimate
 
 FIGURE_HEADS = ("modelled", "value", "80 % range")

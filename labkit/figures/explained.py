@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from labkit.analysis.foreign.page import Page
+from labkit.analysis.foreign import Page
 from labkit.common.text import escape, visible
 from labkit.figures.prediction import table_html
 from labkit.figures.tables import Findings, findings_html, table_text

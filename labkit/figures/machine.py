@@ -19,10 +19,9 @@ from typing import Any
 from msgspec import structs
 
 from labkit.analysis.metrics import rank_throughput, step_seconds
-from labkit.analysis.nodes import MUTUAL, ahead
 from labkit.analysis.prediction import as_profiled, predicted_timelines
-from labkit.analysis.profiled import aligned, newest
-from labkit.analysis.theory import states, theory
+from labkit.analysis.profiled import MUTUAL, ahead, aligned, newest
+from labkit.analysis.theory.formulas import states, theory
 from labkit.common.text import escape
 from labkit.common.units import counted, milliseconds, size
 from labkit.figures import colours

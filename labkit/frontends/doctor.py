@@ -24,7 +24,7 @@ from rich.text import Text
 from labkit.common.units import size
 from labkit.frontends.console import Console
 from labkit.launch.warm.client import Cold, about
-from labkit.prediction.link_table import CALIBRATE, LinkTable, stored, summary
+from labkit.prediction.links import CALIBRATE, LinkTable, stored, tables_in_words
 from labkit.record.folder import runs_root
 from labkit.setup import preflight
 from labkit.setup.environment import active, how_to_add, release, requirements
@@ -224,7 +224,7 @@ def communication() -> Check:
     found = stored(Machine.here())
     if found.problems:
         return Check("links", "degraded", "; ".join(found.problems), f"run {CALIBRATE}")
-    return Check("links", "fine", summary(found), "" if found.tables else f"run {CALIBRATE}")
+    return Check("links", "fine", tables_in_words(found), "" if found.tables else f"run {CALIBRATE}")
 
 
 def compiler() -> Check:

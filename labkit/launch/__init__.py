@@ -17,20 +17,21 @@ It never imports front ends or torch; only the warm server loads torch.
 - `launch/ras.py`: what NCCL's RAS service says about ranks that wait
 - `launch/leases.py`: the queue for GPUs and CPU slots
 
-`launch/slurm.py` is another engine: its launch plan has the same form, and its command is `launch/slurm_agent.py`,
-which follows a submitted job through Slurm's commands. Supervisor, stop and summary are therefore those of any run.
-The ranks redirect their own output (`LABKIT_LOGS`), because torchrun knows only their number on its node.
-`launch/kubeflow.py` and `launch/kubeflow_agent.py` do the same through Kubeflow's SDK; its pods share no files with
-this machine, so that the agent copies what they print, and no events come back. `launch/schedulers.py` has the table
-of both: `follow_again` starts a new supervisor for a job that has lost its own, after it has checked that the job is
-that of the folder's batch file, or names the folder in an annotation. A run on several machines is a plan with a
-`Node` (`plan/nodes.py`) on each of them; nothing else differs, and `runs/gathering.py` puts the folders together.
-Nodes know each other by the addresses that `setup/machine.py` finds, because the name of a host often means nothing to
-another one, or is its own loopback address. `RunState.expected` is the number of ranks whose events a folder has;
+`launch/schedulers.py` has the engines that submit a run. The launch plan of Slurm has the same form, and its command is
+`launch/slurm_agent.py`, which follows a submitted job through Slurm's commands. Supervisor, stop and summary are
+therefore those of any run. The ranks redirect their own output (`LABKIT_LOGS`), because torchrun knows only their
+number on its node. Kubeflow's is the same with `launch/kubeflow_agent.py`, through Kubeflow's SDK; its pods share no
+files with this machine, so that the agent copies what they print, and no events come back. `follow_again` starts a new
+supervisor for a job that has lost its own, after it has checked that the job is that of the folder's batch file, or
+names the folder in an annotation. A run on several machines is a plan with a `Node`
+(`plan/nodes.py`) on each of them; nothing else differs, and `runs/gathering.py` puts the folders together. Nodes know
+each other by the addresses that `setup/machine.py` finds, because the name of a host often means nothing to another
+one, or is its own loopback address. `RunState.expected` is the number of ranks whose events a folder has;
 `probe/hosts.py` records on which hosts the others are, refuses to train with different software, and ends a rank when
-another node has been silent for too long, and torchrun then restarts or ends the run. `check_sizes` in
-`runs/handle.py` refuses an elastic run that does not work with every number of nodes, and `analysis/nodes.py` says
-when nodes met and how far the clocks of hosts are apart. `plan/nodes.py` has the command of each node for the panel.
+another node has been silent for too long, and torchrun then restarts or ends the run. `check_sizes` in `runs/handle.py`
+refuses an elastic run that does not work with every number of nodes; `analysis/summary.py` says when nodes met, and
+`analysis/profiled.py` how far the clocks of hosts are apart. `plan/nodes.py` has the command of each node for the
+panel.
 
 `launch/leases.py` is the queue for GPUs and CPU slots: a ticket is a lock that the supervisor holds and a description
 that others read, and the order is that of the tickets. The supervisor takes the lease before it starts torchrun;

@@ -128,7 +128,7 @@ class Witness:
         self._asking.start()
 
     def _ask(self, pids: Mapping[int, int], world_size: int) -> None:
-        from labkit.analysis.foreign.page import ForeignError
+        from labkit.analysis.foreign import ForeignError
         from labkit.analysis.foreign.ras import parsed
 
         with suppress(OSError, ForeignError):  # no RAS, such as an older NCCL; or a folder that is gone

@@ -10,7 +10,8 @@ process. A trace that fails, a process that is killed and one that takes too lon
 then has what the formulas of `analysis/theory/` say.
 
 - `prediction/tracing/rank.py`: builds the script's model and optimizer from its own functions, runs two steps (FSDP)
-  or three under torch's fake tensors, and reports the last one with its phases
+  or three under torch's fake tensors, and reports the last one with its phases; for the time of a step it measures what
+  the rank computes
 - `prediction/tracing/tape.py`: a dispatch mode that records every allocation, release and collective; its record goes
   through the same `curve` as a profiled step, so predicted and measured figures have one definition. It also has what
   the rank computes and sends, in order (FLOPs and bytes of each kernel, and where the result of each collective is
@@ -18,7 +19,7 @@ then has what the formulas of `analysis/theory/` say.
 - `prediction/tracing/world.py`: one rank of torch's fake process group, the few functions of torch that read data or
   wait for peers, and what stands in for `DistributedDataParallel`, whose C++ reducer cannot read fake tensors
 - `prediction/tracing/kernels.py`: the temporary memory inside kernels, such as a convolution's, measured by executing
-  each distinct operation once
+  each distinct operation once, and a replay of the caching allocator of CUDA
 - `prediction/tracing/torch_private.py`: the table of torch's private names that a trace needs, like that of the probe
 - `prediction/tracing/own_script.py`: executes a script of the user's own instead: steps, phases and owners are found
   by the hooks of the probe, with the tape as their clock; what such a script hears about GPUs, data loaders and other
@@ -26,12 +27,12 @@ then has what the formulas of `analysis/theory/` say.
 - `prediction/tracing/guard.py`: refuses what would change anything: an audit hook, and a limit of 0 bytes per file
 
 What depends on the machine is added to a plan whenever it is read: the peak of its devices, and whether the ranks fit
-into their memory (`prediction/fitting.py`).
+into their memory (`prediction/predict.py`).
 
-The time of a step (`prediction/timing.py`) needs no fake tensors: `prediction/tracing/compute.py` runs the script with
+The time of a step (`prediction/timing.py`) needs no fake tensors: `prediction/tracing/rank.py` runs the script with
 real tensors and data in a process group in which every collective is over at once, and cuts what the rank computes, in
 CPU time, at the moments when it starts a collective or waits for one. This is the rank's program. As many ranks as
-there are cores are measured at a time. `prediction/simulation.py` executes the programs of all ranks against a model of
+there are cores are measured at a time. `prediction/timing.py` executes the programs of all ranks against a model of
 communication, in which ranks on CPUs share the cores, also with gloo's copying, and returns the timeline of a step in
 the form of a profiled one. A collective on CPU ranks often takes some milliseconds longer when ranks compute between
 two of them: the calibration measures such calls, too, and the simulation adds one of their delays, drawn at random, to
@@ -45,20 +46,19 @@ assumed: no flag (such as an overflow) is set, and numbers are 1. The integers o
 because it reads positions in its data from them. `Module.compile` does nothing in a trace. For GPUs, tensors are
 traced on the CPU, because torch without CUDA cannot compute gradients of fake tensors on a GPU: the optimizer updates
 all parameters at once (foreach), `DataParallel` is its first device, and numbers of the optimizer are on the host.
-`prediction/tracing/allocator.py` replays torch's caching allocator from the first step on, with the workspaces that
-cuBLAS keeps for the script's thread and for that of backward, and `prediction/fitting.py` makes the result the peak,
+`prediction/tracing/kernels.py` replays torch's caching allocator from the first step on, with the workspaces that
+cuBLAS keeps for the script's thread and for that of backward, and `prediction/predict.py` makes the result the peak,
 for the GPUs of the machine. What a GPU needs besides are published figures with their sources: estimates with a
-range, next to the peak and never in it. The formulas of `analysis/theory/states.py` stand there, too, with the reason
+range, next to the peak and never in it. The formulas of `analysis/theory/formulas.py` stand there, too, with the reason
 why a traced peak differs.
 
-`CommunicationModel` in `prediction/collectives.py` is the one interface for how long a collective takes:
-`seconds(operation, size, ranks, nodes)`, or `time`, whose result also says whether it is measured or modelled. There
-are two sources. `prediction/link_table.py` interpolates what was measured on this machine. `Modelled` in
-`prediction/links.py` computes it for a row of `prediction/devices.py`, whose figures each name their public source:
-for every algorithm (`ALGORITHMS`: ring, tree, direct) the messages in a row and the bytes on the busiest link, once
-with the latency and bandwidth of NCCL's low-latency protocol and once with those of its simple one; the fastest
-counts. For one node of A100s this agrees with the tuning model in torch's compiler to within 1 % (all-reduce,
-all-gather, reduce-scatter; a test compares them).
+`CommunicationModel` in `prediction/links.py` is the one interface for how long a collective takes: `seconds(operation,
+size, ranks, nodes)`, or `time`, whose result also says whether it is measured or modelled. There are two sources there.
+`Measured` interpolates what was measured on this machine. `Modelled` computes it for a row of `prediction/devices.py`,
+whose figures each name their public source: for every algorithm (`ALGORITHMS`: ring, tree, direct) the messages in a
+row and the bytes on the busiest link, once with the latency and bandwidth of NCCL's low-latency protocol and once with
+those of its simple one; the fastest counts. For one node of A100s this agrees with the tuning model in torch's compiler
+to within 1 % (all-reduce, all-gather, reduce-scatter; a test compares them).
 
 `labkit doctor --calibrate` writes the table, and with it what kernels reach on CPU ranks (FLOP/s, bytes per second,
 the shortest operation): `runs/calibration.py` starts the ranks, each of which runs `probe/link_times.py`, and
@@ -67,18 +67,17 @@ time of a call; what the others take longer are its delays. The table is not use
 torch.
 
 `prediction/scale/` has no Spec and no trace: it estimates a transformer under any layout by closed formulas, for advice
-(`labkit advise`) and scaling. `prediction/scale/asked.py` turns arguments into a `Training`, the input of everything
-else, and into a `Layout`; `prediction/scale/model.py` finds the model and has its numbers. A `Layout` is one choice of
-the table of shardings, of degrees, and of a row of `prediction/scale/frameworks.py`, which says what a framework does
-differently; `prediction/scale/step.py` makes it an `Estimate`, with each rule and its source in their docstrings. What
-an accelerator and a network reach is in `prediction/devices.py`, or in a file that `prediction/scale/asked.py` reads.
-`prediction/scale/advice.py` tries all layouts, and all numbers of devices. `prediction/scale/check.py` compares
-estimates with published runs; constants that were fitted are in these tables only, never next to a case. The formulas
-of the states are those of `analysis/theory/`, and a test compares them with the trace. `figures/advice.py` and
-`figures/estimated.py` display the results.
+(`labkit advise`) and scaling. `prediction/scale/advice.py` turns arguments into a `Training`, the input of everything
+else, and into a `Layout`, and tries all layouts and all numbers of devices; `prediction/scale/model.py` finds the model
+and has its numbers. A `Layout` (`prediction/scale/layouts.py`) is one choice of the table of shardings, of degrees, and
+of a framework, whose row says what it does differently; `prediction/scale/step.py` makes it an `Estimate`, with each
+rule and its source in their docstrings. What an accelerator and a network reach is in `prediction/devices.py`, or in a
+file that describes another machine. `prediction/scale/check.py` compares estimates with published runs; constants that
+were fitted are in these tables only, never next to a case. The formulas of the states are those of `analysis/theory/`,
+and a test compares them with the trace. `figures/advice.py` and `figures/estimated.py` display the results.
 
-`prediction/scale/published.csv.gz` has published runs on real GPUs, verbatim, and `prediction/scale/published.py`
-reads them as a `Training`, a `Layout` and what was measured. `prediction/scale/atlas.py` selects some of them, ranks
-the layouts of a case, and finds those that are near a layout (`evidence`); `figures/atlas.py` displays them. Advice,
-the exercises of `course/exercises/published.py` and the claims of `course/claims/computed.py` use it.
+`prediction/scale/published.csv.gz` has published runs on real GPUs, verbatim. `prediction/scale/atlas.py` reads them as
+a `Training`, a `Layout` and what was measured, selects some of them, ranks the layouts of a case, and finds those that
+are near a layout (`evidence`); `figures/atlas.py` displays them. Advice, the exercises of
+`course/exercises/published.py` and the claims of `course/claims/computed.py` use it.
 """

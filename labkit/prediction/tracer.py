@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from labkit.analysis.theory import States, states
+from labkit.analysis.theory.formulas import States, states
 from labkit.common.text import visible_line
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
@@ -143,7 +143,7 @@ def _own_traces(ranks: Iterable[int], spec: Spec, cancelled: Callable[[], bool])
 
 
 def computed(spec: Spec, ranks: Iterable[int], cancelled: Callable[[], bool] = never) -> dict[int, list[list[Any]]]:
-    """The programs of some ranks of a strategy's script, as `tracing.compute` measures them. Ranks may be repeated: it
+    """The programs of some ranks of a strategy's script, as `tracing.rank` measures them. Ranks may be repeated: it
     measures as many at a time as there are cores. Raises as `traced` does."""
     one_thread = spec.processes == spec.nproc and not spec.options["workers"]
     script = {**_generated(spec), "source": write_script(spec), "seconds": MEASURED, "one_thread": one_thread}

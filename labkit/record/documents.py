@@ -333,7 +333,7 @@ class Plan(Recorded, omit_defaults=False):
 
     `model_flops` are the floating-point operations that forward and backward of a step need on one device, for all
     samples, without recomputation; of a script of the user's own, those of all ranks without recomputation. They are
-    known if there is a trace. `six_nd` is the estimate of `analysis/theory/states.py`, of dense transformers. `peak`
+    known if there is a trace. `six_nd` is the estimate of `analysis/theory/formulas.py`, of dense transformers. `peak`
     and `memory` are those of the machine that the plan is for; `fits` says whether the ranks fit into this memory, None
     if that is not known or depends on the estimates.
     """

@@ -26,7 +26,7 @@ from labkit.analysis.metrics import median
 from labkit.common.arguments import Number
 from labkit.common.units import size
 from labkit.launch.local import standing_environment
-from labkit.prediction.link_table import LinkTable, Point
+from labkit.prediction.links import LinkTable, Point
 from labkit.probe.lifetime import PARENT, identity
 from labkit.setup import preflight
 from labkit.setup.machine import Machine

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from labkit.analysis.comparison import Row, document, recorded_elsewhere, rows
-from labkit.analysis.equivalence import Badge
+from labkit.analysis.comparison import Badge, Row, document, recorded_elsewhere, rows
 from labkit.analysis.guess import SPEEDUP
 from labkit.common.arguments import check_seconds, shown
 from labkit.plan.fields import about

@@ -15,9 +15,8 @@ from labkit.common.arguments import check_choice
 from labkit.common.files import write_output
 from labkit.common.text import visible_line
 from labkit.jobs import DEFAULT, Portable, Profile, of_spec, profile, skypilot, trainjob
-from labkit.launch import slurm
 from labkit.launch.ending import conclude
-from labkit.launch.schedulers import SCHEDULERS
+from labkit.launch.schedulers import SCHEDULERS, SLURM
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import Status
 from labkit.record.folder import RunFolder
@@ -41,7 +40,7 @@ ENGINES = tuple(dict.fromkeys((*SCHEDULERS, *FILES)))
 def submit(
     what: str | os.PathLike[str] | Spec,
     *,
-    engine: str = slurm.ENGINE,
+    engine: str = SLURM,
     nodes: int = 1,
     profile_name: str = DEFAULT,
     output: str | os.PathLike[str] | None = None,

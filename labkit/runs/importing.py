@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from labkit.analysis.foreign.page import ForeignError, Page
+from labkit.analysis.foreign import ForeignError, Page
 from labkit.analysis.summary import summarise
 from labkit.common.arguments import shown
 from labkit.common.text import visible_line

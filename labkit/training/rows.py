@@ -210,8 +210,8 @@ class Strategy:
       the degree of tensor parallelism.
     - `wrapper`: what synchronizes the gradients: "DDP", "FSDP", "DeepSpeed", or empty.
     - `autocast`: whether 16-bit precision is torch's autocast; otherwise the wrapper casts parameters and inputs.
-    - `traffic`: the formulas of what it sends per step, added up, by their names in `labkit.analysis.theory`; None
-      without a formula. `states`: the same for the model states of each rank, one name.
+    - `traffic`: the formulas of what it sends per step, added up, by their names in `labkit.analysis.theory.formulas`;
+      None without a formula. `states`: the same for the model states of each rank, one name.
     - `layout`: the content of the checkpoints that it writes, one of `labkit.plan.checkpoints.LAYOUTS`; `reads`: the
       layouts that it can resume from, written by any number of ranks. `layout_details`: further properties of a
       checkpoint that must agree, by name.

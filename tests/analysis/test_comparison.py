@@ -10,8 +10,18 @@ from fabricate import finished_folder
 from rich.console import Console
 
 from labkit import SpecError
-from labkit.analysis.comparison import HEADS, RECORDED, RECORDED_NOTE, Row, alike, cells, newest, recorded, sentences
-from labkit.analysis.equivalence import Badge
+from labkit.analysis.comparison import (
+    HEADS,
+    RECORDED,
+    RECORDED_NOTE,
+    Badge,
+    Row,
+    alike,
+    cells,
+    newest,
+    recorded,
+    sentences,
+)
 from labkit.figures import comparison as pictures
 from labkit.frontends import terminal
 from labkit.frontends.panel.compare import CompareTab, comparison_html

@@ -22,10 +22,10 @@ from labkit.figures.tables import ranks_html, speed_html
 from labkit.frontends.panel.predict import plan_html
 from labkit.frontends.terminal import line, prediction_table
 from labkit.plan.spec import Spec
-from labkit.prediction import fitting
+from labkit.prediction import predict
 from labkit.prediction.devices import device
-from labkit.prediction.fitting import peak_here, peak_of
-from labkit.prediction.link_table import store
+from labkit.prediction.links import store
+from labkit.prediction.predict import peak_here, peak_of
 from labkit.record.documents import Peak, Plan, decoded, plain
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
@@ -170,7 +170,7 @@ def test_the_peak_of_a_cpu_is_what_was_measured_for_its_share_of_the_cores(cache
 def test_the_peak_of_a_gpu_is_published(monkeypatch):
     def on(*names: str) -> None:
         gpus = tuple(Gpu(number, name, 1 << 34, (8, 0)) for number, name in enumerate(names))
-        monkeypatch.setattr(fitting.Machine, "here", lambda: replace(MACHINE, gpus=gpus))
+        monkeypatch.setattr(predict.Machine, "here", lambda: replace(MACHINE, gpus=gpus))
 
     on("NVIDIA A100-SXM4-80GB")
     assert peak_here(asked(device="cuda", precision="bf16")).flops == 312e12

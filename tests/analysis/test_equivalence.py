@@ -8,7 +8,7 @@ import numpy
 import pytest
 from folded import apply
 
-from labkit.analysis.equivalence import NotRecorded, assembled, badge, tolerance
+from labkit.analysis.comparison import NotRecorded, assembled, badge, tolerance
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState

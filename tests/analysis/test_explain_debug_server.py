@@ -13,8 +13,7 @@ from conftest import wait_until
 from places import SCRIPTS
 
 from labkit import run
-from labkit.analysis.foreign import opening
-from labkit.analysis.foreign.page import ForeignError
+from labkit.analysis.foreign import ForeignError, opening
 
 C10D = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 

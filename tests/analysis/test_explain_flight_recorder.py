@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from flight_dumps import WORLD, call, dump, write
 
-from labkit.analysis.foreign import opening
-from labkit.analysis.foreign.page import ForeignError, Page
-from labkit.analysis.foreign.pickles import NoPlainPickle, plain_pickle
+from labkit.analysis.foreign import ForeignError, Page, opening
+from labkit.analysis.foreign.reading import NoPlainPickle, plain_pickle
 
 TENSOR, PIPELINE = ("1", "tp"), ("3", "pp")
 

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 import labkit
-from labkit.analysis.foreign import opening
+from labkit.analysis.foreign import ForeignError, Page, opening
 from labkit.analysis.foreign.logged_steps import step_in
-from labkit.analysis.foreign.page import ForeignError, Page
 
 MEGATRON = (
     " [2026-01-02 03:04:05] iteration      100/  500000 | consumed samples:  25600 | elapsed time per iteration (ms):"

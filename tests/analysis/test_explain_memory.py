@@ -33,9 +33,8 @@ from snapshots import (
 from torch.cuda import _memory_viz
 
 import labkit
-from labkit.analysis.foreign import memory_events, opening
-from labkit.analysis.foreign.page import ForeignError, Page
-from labkit.analysis.foreign.pickles import plain_pickle
+from labkit.analysis.foreign import ForeignError, Page, memory_events, opening
+from labkit.analysis.foreign.reading import plain_pickle
 
 RECORDED = Path(labkit.__file__).parent / "course/build/given/leak.pickle.gz"  # torch's own allocator, on the stand-in
 RECORDED_PEAK = 51_130_572  # torch.cuda.memory_stats()["requested_bytes.all.peak"] at its end

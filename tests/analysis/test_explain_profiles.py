@@ -12,10 +12,9 @@ import pytest
 from chrome_traces import ALL_REDUCE, all_reduce, event, hostile, kernel, step, trace, write
 from places import ROOT
 
-from labkit.analysis.foreign import chrome, opening
+from labkit.analysis.foreign import ForeignError, Page, chrome, opening, reading
 from labkit.analysis.foreign.breakdown import analyse, operation
 from labkit.analysis.foreign.chrome import read_profile
-from labkit.analysis.foreign.page import ForeignError, Page
 from labkit.analysis.foreign.profiles import arrivals, collectives, explain
 
 TRACES = ROOT.parent / "shared" / "traces"  # profiles of real accelerators, which are not part of the repository
@@ -58,10 +57,10 @@ def test_traces_agree_with_holistic_trace_analysis(name, tmp_path):
 
 
 def test_what_share_of_a_file_is_read_can_be_watched(tmp_path, monkeypatch):
-    monkeypatch.setattr(chrome, "_CHUNK", 1 << 12)
+    monkeypatch.setattr(reading, "_CHUNK", 1 << 12)
     path = write(tmp_path / "a.json", hostile(1))
     shares: list[float] = []
-    with chrome.watched(lambda read, share: shares.append(share)):
+    with reading.watched(lambda read, share: shares.append(share)):
         read_profile(path)
     assert len(shares) > 5 and shares == sorted(shares) and shares[0] < shares[-1] == 1
     before = len(shares)
@@ -232,9 +231,9 @@ def test_events_are_the_same_in_chunks_of_any_size(tmp_path, monkeypatch):
     for indent in (None, 2):
         path = write(tmp_path / "a.json", json.dumps(content, indent=indent, ensure_ascii=False))
         for chunk in (1, 7, 100, 1 << 20):
-            monkeypatch.setattr(chrome, "_CHUNK", chunk)
+            monkeypatch.setattr(reading, "_CHUNK", chunk)
             with path.open("rb") as file:
-                stream = chrome.Stream(chrome.Content(file, path), path)
+                stream = chrome.Stream(reading.Content(file, path), path)
                 read = [(event.name, event.ts, json.loads(bytes(event.args))) for some in stream for event in some]
             assert read == [(event["name"], event["ts"], event["args"]) for event in events]
             assert stream.metadata["traceName"] == "}], {"
@@ -243,14 +242,14 @@ def test_events_are_the_same_in_chunks_of_any_size(tmp_path, monkeypatch):
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(chrome, "_CHUNK", 1 << 17)
+    monkeypatch.setattr(reading, "_CHUNK", 1 << 17)
 
     def peak(count: int) -> int:
         text = json.dumps([event("python_function", "f" * 50, number, 1, x="y" * 100) for number in range(count)])
         path = write(tmp_path / "a.json", '{"traceEvents": ' + text + "}")
         with path.open("rb") as file:
             tracemalloc.start()
-            for _ in chrome.Stream(chrome.Content(file, path), path):
+            for _ in chrome.Stream(reading.Content(file, path), path):
                 pass
             found = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
@@ -298,7 +297,7 @@ def test_what_is_no_trace_is_refused_in_one_sentence(tmp_path, content, says):
 
 
 def test_a_compressed_file_that_is_too_large_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(chrome, "_LARGEST_FILE", 1 << 20)
+    monkeypatch.setattr(reading, "_LARGEST_FILE", 1 << 20)
     path = write(tmp_path / "a.json.gz", '{"traceEvents": [' + " " * (2 << 20))
     with pytest.raises(ForeignError, match="profile fewer steps"):
         opening.explain([path])

@@ -10,8 +10,7 @@ import pytest
 from flight_dumps import WORLD, call, dump
 from ras_server import communicator, gpu, group, missing, rank, report, text
 
-from labkit.analysis.foreign import opening
-from labkit.analysis.foreign.page import ForeignError, Page
+from labkit.analysis.foreign import ForeignError, Page, opening
 
 DEAD = "did not answer and is considered dead"
 

@@ -17,7 +17,7 @@ from foreign import command, everything
 
 import labkit
 from labkit.analysis.changes import of_folders
-from labkit.analysis.foreign.page import ForeignError
+from labkit.analysis.foreign import ForeignError
 from labkit.analysis.profiled import parts
 from labkit.analysis.summary import recorded_summary
 from labkit.common.files import write_atomically

@@ -9,7 +9,7 @@ from ledgers import entries, spec
 from recorded_traffic import RECORDED
 
 from labkit.analysis.ledger import CLOSE
-from labkit.analysis.theory import TRAFFIC, theory
+from labkit.analysis.theory.formulas import TRAFFIC, theory
 from labkit.plan.spec import SpecError
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS

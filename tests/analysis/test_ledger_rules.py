@@ -15,7 +15,7 @@ from ledgers import BATCH, entries, spec, state
 from packages import import_torchvision
 
 from labkit.analysis.ledger import Entry, ledger
-from labkit.analysis.theory import theory
+from labkit.analysis.theory.formulas import theory
 from labkit.plan.spec import Spec
 from labkit.record.documents import plain
 from labkit.record.state import RunState

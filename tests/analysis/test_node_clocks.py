@@ -9,8 +9,7 @@ from folded import apply
 from profiled_steps import state_of, timeline_event
 
 from labkit import figures
-from labkit.analysis.nodes import clocks
-from labkit.analysis.profiled import trace
+from labkit.analysis.profiled import clocks, trace
 
 
 def on_hosts(ahead: dict[str, float], groups: dict[int, list[list[int]]], noise: float = 0.0):

@@ -16,7 +16,7 @@ from rich.console import Console
 import labkit
 from labkit.analysis import comparison, diagnose
 from labkit.analysis.comparison import rows
-from labkit.analysis.diagnose import findings, unseen
+from labkit.analysis.diagnose import findings, training
 from labkit.analysis.ledger import ledger
 from labkit.analysis.summary import summarise
 from labkit.figures.tables import ranks_html
@@ -170,9 +170,9 @@ def test_time_passes_with_the_samples_of_the_supervisor_alone():
     a rank."""
     state = fold(script(1), start(0), saw(0, "process", t=10.0, target="python", how="subprocess"), sample(11.0))
     assert findings(state) == () and state.now == 11.0
-    apply(state, sample(10.0 + unseen._PATIENCE))
+    apply(state, sample(10.0 + training._PATIENCE))
     assert findings(state) == ()
-    apply(state, sample(10.1 + unseen._PATIENCE))
+    apply(state, sample(10.1 + training._PATIENCE))
     assert [one.name for one in findings(state)] == ["trains_elsewhere"]
 
 

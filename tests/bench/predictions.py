@@ -15,7 +15,7 @@ from typing import Any
 from bench.results import Result
 from labkit.analysis.prediction import Outcome, outcomes
 from labkit.plan.spec import Spec
-from labkit.prediction.link_table import store
+from labkit.prediction.links import store
 from labkit.prediction.predict import predict
 from labkit.prediction.timing import timed
 from labkit.record.documents import PredictedTime

@@ -18,8 +18,7 @@ from linked import cache as cache
 from labkit.cli import parser
 from labkit.cli.commands import act
 from labkit.frontends import doctor
-from labkit.prediction.collectives import OPERATIONS
-from labkit.prediction.link_table import LinkTable, store, stored
+from labkit.prediction.links import OPERATIONS, LinkTable, store, stored
 from labkit.probe import link_times
 from labkit.runs import calibration
 from labkit.runs.calibration import CalibrationError, calibrate, plan

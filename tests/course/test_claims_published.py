@@ -10,9 +10,8 @@ import pytest
 import labkit.course.claims.computed as judged
 from labkit.course.claims import CLAIMS
 from labkit.course.claims.measured import FAILS, HOLDS, OPEN, PARTLY, Ruling, Trials
-from labkit.prediction.scale.atlas import common, failed, select, speed
+from labkit.prediction.scale.atlas import Published, common, failed, select, speed
 from labkit.prediction.scale.layouts import SHARDINGS
-from labkit.prediction.scale.published import Published
 from labkit.setup.machine import Machine
 
 NAMES = [name for name, claim in CLAIMS.items() if claim.how == "published"]

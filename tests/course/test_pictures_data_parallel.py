@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 
 from labkit import Spec
-from labkit.analysis.theory import theory
-from labkit.analysis.theory.traffic import Case, _buckets
+from labkit.analysis.theory.formulas import Case, _buckets, theory
 from labkit.course import pictures
 from labkit.course.exercises import Wrong, exercise
 from labkit.course.pictures.data_parallel import Bucket, divide, filled, sent

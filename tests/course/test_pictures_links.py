@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from labkit.course.pictures.links import SIZES, TOKENS, bandwidths, bus, thresholds
-from labkit.prediction.balance import Balance
 from labkit.prediction.devices import DEVICES
-from labkit.prediction.links import communication
+from labkit.prediction.links import Balance, communication
 
 
 def test_every_link_of_the_table_is_a_bar_with_its_source():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cuda_stand_in import environment, library
 from cuda_stand_in.machines import MACHINES, variables
-from labkit.setup.bootstrap import SetupError
+from labkit.setup.environment import SetupError
 from labkit.setup.progress import Progress
 
 

@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 from labkit.common.files import user_cache, write_atomically
-from labkit.setup.bootstrap import SetupError
-from labkit.setup.environment import CONSTRAINTS, requirements
+from labkit.setup.environment import CONSTRAINTS, SetupError, requirements
 from labkit.setup.progress import Progress
 
 CACHE = user_cache() / "labkit" / "cuda"

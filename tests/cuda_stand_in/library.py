@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from cuda_stand_in.environment import CACHE, site_packages
-from labkit.setup.bootstrap import SetupError
+from labkit.setup.environment import SetupError
 from labkit.setup.progress import Progress
 
 _NATIVE = Path(__file__).with_name("native")

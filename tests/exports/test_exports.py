@@ -455,7 +455,7 @@ def test_a_client_that_fails_does_not_affect_the_run(runs, tmp_path, monkeypatch
         raise OSError(28, "No space left on device", "steps.csv")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("labkit.exports.files._CsvSink.write", fail)
+    monkeypatch.setattr("labkit.exports.exporting._CsvSink.write", fail)
     live = exporting.Live(run.folder, "csv")
     live.join(60)
     assert live.failed and "does not affect the run: steps.csv cannot be written: No space left" in live.words

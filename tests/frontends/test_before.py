@@ -11,7 +11,7 @@ from conftest import wait_until
 from folded import fold, spec, start, status, step
 from generated import ONLY
 
-from labkit.analysis.theory import STATES, states
+from labkit.analysis.theory.formulas import STATES, states
 from labkit.common.units import size
 from labkit.frontends.panel.lab import Lab
 from labkit.frontends.panel.predict import Before, plan_html, startup_html

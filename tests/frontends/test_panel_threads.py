@@ -14,7 +14,7 @@ import pytest
 from fabricate import FakeRun, finished_folder
 
 from labkit.analysis import comparison
-from labkit.analysis.equivalence import Badge
+from labkit.analysis.comparison import Badge
 from labkit.frontends.panel import compare, profiled, view
 from labkit.frontends.panel.charts import LIVE, Charts
 from labkit.frontends.panel.compare import CompareTab

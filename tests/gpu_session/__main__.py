@@ -21,7 +21,7 @@ from types import MappingProxyType
 CLONE = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CLONE), str(CLONE / "tests")]
 
-from labkit.setup import bootstrap, environment  # noqa: E402  standard library only
+from labkit.setup import environment  # noqa: E402  standard library only
 
 MINUTES = 25.0
 _BEGAN = "LABKIT_GPU_SESSION_BEGAN"  # Unix seconds; setting up the environment may start this command again
@@ -96,8 +96,8 @@ def _prepare(argv: Sequence[str]) -> str:
     if not missing():
         return ""
     try:
-        bootstrap.ensure((), ["test", "--gpu", *argv])
-    except bootstrap.SetupError as error:
+        environment.ensure((), ["test", "--gpu", *argv])
+    except environment.SetupError as error:
         if found := missing():
             return (
                 f"{', '.join(found)} are missing and could not be installed ({error}); without a network, put their"

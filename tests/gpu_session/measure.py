@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 
 from gpu_session.report import IMPOSSIBLE, OK, WRONG, Report
-from labkit.analysis.equivalence import Badge, badge
+from labkit.analysis.comparison import Badge, badge
 from labkit.common.text import visible_line
 from labkit.common.units import milliseconds, size
 from labkit.plan.spec import Spec, SpecError

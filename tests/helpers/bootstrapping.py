@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.setup import bootstrap, environment
+from labkit.setup import environment
 from labkit.setup.environment import CONSTRAINTS, PROJECT, Requirement
 
 
@@ -25,15 +25,12 @@ def place(tmp_path, monkeypatch):
     for path in (PROJECT, CONSTRAINTS):
         shutil.copy(path, clone / path.name)
     venv = clone / ".venv"
-    for module, names in {
-        environment: {"VENV": venv, "PROJECT": clone / PROJECT.name, "CONSTRAINTS": clone / CONSTRAINTS.name},
-        bootstrap: {
-            **{"CLONE": clone, "VENV": venv, "PROJECT": clone / PROJECT.name, "CONSTRAINTS": clone / CONSTRAINTS.name},
-            **{"STATE": venv / "labkit.json", "PINS": venv / "held.txt", "VENV_PYTHON": venv / "bin" / "python"},
-        },
-    }.items():
-        for name, value in names.items():
-            monkeypatch.setattr(module, name, value)
+    names = {
+        **{"CLONE": clone, "VENV": venv, "PROJECT": clone / PROJECT.name, "CONSTRAINTS": clone / CONSTRAINTS.name},
+        **{"STATE": venv / "labkit.json", "PINS": venv / "held.txt", "VENV_PYTHON": venv / "bin" / "python"},
+    }
+    for name, value in names.items():
+        monkeypatch.setattr(environment, name, value)
     return clone
 
 
@@ -44,19 +41,21 @@ def calls(place, monkeypatch):
 
     def create() -> None:
         made.append(("create",))
-        shutil.rmtree(bootstrap.VENV, ignore_errors=True)
-        bootstrap.VENV_PYTHON.parent.mkdir(parents=True)
-        bootstrap.VENV_PYTHON.symlink_to(sys.executable)
+        shutil.rmtree(environment.VENV, ignore_errors=True)
+        environment.VENV_PYTHON.parent.mkdir(parents=True)
+        environment.VENV_PYTHON.symlink_to(sys.executable)
 
     def become(command, folder=None):
         made.append(("become", list(command)))
         raise Handed
 
-    monkeypatch.setattr(bootstrap, "_create", create)
-    monkeypatch.setattr(bootstrap, "_pip_for_venv", lambda: ["pip"])
-    monkeypatch.setattr(bootstrap, "_install", lambda pip, arguments, *rest: made.append(("install", list(arguments))))
-    monkeypatch.setattr(bootstrap, "_runs", lambda command: bootstrap.VENV_PYTHON.exists())
-    monkeypatch.setattr(bootstrap, "become", become)
+    monkeypatch.setattr(environment, "_create", create)
+    monkeypatch.setattr(environment, "_pip_for_venv", lambda: ["pip"])
+    monkeypatch.setattr(
+        environment, "_install", lambda pip, arguments, *rest: made.append(("install", list(arguments)))
+    )
+    monkeypatch.setattr(environment, "_runs", lambda command: environment.VENV_PYTHON.exists())
+    monkeypatch.setattr(environment, "become", become)
     return made
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from labkit.prediction.scale.asked import training
+from labkit.prediction.scale.advice import training
 from labkit.prediction.scale.model import Model
-from labkit.prediction.scale.training import Training
+from labkit.prediction.scale.step import Training
 
 GPT2 = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257, "model_type": "gpt2"}
 GPT3 = GPT2 | {"n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": 2048}

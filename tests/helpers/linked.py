@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from labkit.prediction.link_table import LinkTable, Point
+from labkit.prediction.links import LinkTable, Point
 from labkit.setup.machine import Machine
 
 MACHINE = Machine((), cores=4, memory=1 << 34, torch=(2, 13))

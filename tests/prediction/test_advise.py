@@ -15,8 +15,7 @@ import labkit
 from labkit import SpecError, advise
 from labkit.figures.advice import Advised, in_seconds
 from labkit.prediction.devices import ACCELERATED
-from labkit.prediction.scale.advice import advice, efficiency, fastest, scaling, verdict
-from labkit.prediction.scale.asked import training
+from labkit.prediction.scale.advice import advice, efficiency, fastest, scaling, training, verdict
 from labkit.prediction.scale.layouts import SHARDINGS, Layout, layouts
 from labkit.prediction.scale.step import memory
 

@@ -15,8 +15,7 @@ from commands import called
 from labkit import advise, atlas, pictures
 from labkit.figures.advice import ROWS
 from labkit.figures.atlas import BY, FAILED, Atlas, evidence_cells
-from labkit.prediction.scale.advice import advice
-from labkit.prediction.scale.asked import training
+from labkit.prediction.scale.advice import advice, training
 from labkit.prediction.scale.atlas import (
     NEAR,
     RUNS,

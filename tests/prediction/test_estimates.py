@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 from decoders import GPT2, GPT3, LLAMA, LLAMA3, gpt, of
 
-from labkit.analysis.theory import states, theory
 from labkit.analysis.theory.collectives import bus_factor
+from labkit.analysis.theory.formulas import states, theory
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.predict import predict
-from labkit.prediction.scale.asked import training
-from labkit.prediction.scale.frameworks import FRAMEWORKS
-from labkit.prediction.scale.layouts import SHARDINGS, Layout
+from labkit.prediction.scale.advice import training
+from labkit.prediction.scale.layouts import FRAMEWORKS, SHARDINGS, Layout
 from labkit.prediction.scale.model import of_config, of_parameters, of_workload
 from labkit.prediction.scale.step import AXES, estimate, memory
 from labkit.training.workloads import WORKLOADS

@@ -11,7 +11,7 @@ from labkit.analysis.prediction import notes
 from labkit.figures.prediction import Prediction
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import device
-from labkit.prediction.fitting import with_fit
+from labkit.prediction.predict import with_fit
 from labkit.record.documents import Plan, PredictedTime, decoded
 from labkit.setup.machine import Gpu, Machine
 

@@ -6,7 +6,7 @@ import pytest
 from test_prediction import apart as apart
 from test_prediction import spec_of
 
-from labkit.analysis.theory.states import six_nd
+from labkit.analysis.theory.formulas import six_nd
 from labkit.plan.spec import Spec
 from labkit.prediction.predict import predict, programs
 from labkit.prediction.scale.model import of_workload

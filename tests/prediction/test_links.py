@@ -1,4 +1,5 @@
-"""How long collectives take: formulas for named machines, tables of this one, and their files."""
+"""How long collectives take: formulas for named machines, tables of this one, and their files; and from how many tokens
+per device on computation can hide them, by the closed formulas of the scaling book, where links have no latency."""
 
 from __future__ import annotations
 
@@ -12,10 +13,20 @@ from linked import cache as cache
 from msgspec.structs import replace
 
 from labkit.analysis.theory.collectives import all_gather, all_reduce, all_to_all, bus_factor, reduce_scatter
-from labkit.prediction.collectives import ALGORITHMS, OPERATIONS
-from labkit.prediction.devices import DEVICES, HERE, device
-from labkit.prediction.link_table import Measured, measured, store, stored, summary
-from labkit.prediction.links import Modelled, communication
+from labkit.prediction import links
+from labkit.prediction.devices import DEVICES, HERE, Rate, device
+from labkit.prediction.links import (
+    ALGORITHMS,
+    OPERATIONS,
+    Balance,
+    Measured,
+    Modelled,
+    communication,
+    measured,
+    store,
+    stored,
+    tables_in_words,
+)
 from labkit.setup.machine import Gpu
 
 NAMED = [name for name in DEVICES if name != HERE]
@@ -204,16 +215,16 @@ def test_other_numbers_of_ranks_are_scaled_and_marked_as_modelled():
 
 def test_files_round_trip(cache):
     nothing = stored(MACHINE)
-    assert nothing.tables == nothing.problems == () and "has not been measured" in summary(nothing)
+    assert nothing.tables == nothing.problems == () and "has not been measured" in tables_in_words(nothing)
     two, four = table(all_reduce=((1024, 1e-4), (4096, 2e-4))), table(4, send=((1024, 1e-4),))
     four = replace(four, missing={"all_to_all": "unsupported"}, kernels={"slowdown": 1.2})
     two = replace(two, kernels={"slowdown": 2.04})
-    assert [store(one).name for one in (four, two)] == ["gloo-4.json", "gloo-2.json"]
+    assert [store(links_of).name for links_of in (four, two)] == ["gloo-4.json", "gloo-2.json"]
     assert stored(MACHINE).tables == (two, four)
     assert measured(MACHINE, "gloo").time("all_reduce", 1024, 2).seconds == 1e-4
     busy = "while the machine was busy (its ranks computed 2.0 times as long as alone)"
     on = "gloo ranks, measured on 2026-11-22"
-    assert summary(stored(MACHINE)) == f"2 {on} {busy}; 4 {on}"
+    assert tables_in_words(stored(MACHINE)) == f"2 {on} {busy}; 4 {on}"
     with pytest.raises(LookupError, match="communication over nccl has not been measured"):
         measured(MACHINE, "nccl")
     store(replace(two, points={}))  # measured again: the newest counts
@@ -258,3 +269,61 @@ def test_a_link_in_place_of_a_file_is_not_followed(cache, tmp_path):
 def test_hardware_in_words_names_cores_and_gpus():
     two = dataclasses.replace(MACHINE, gpus=(Gpu(0, "Tesla T4", 1, (7, 5)), Gpu(1, "Tesla T4", 1, (7, 5))))
     assert two.hardware.startswith("4 × ") and two.hardware.endswith("; 2 × Tesla T4")
+
+
+# ---- communication against computation
+
+WIDTH, INNER, EXPERT = 8192, 28672, 14336
+
+
+@pytest.fixture
+def without_latency(monkeypatch):
+    """A machine of two nodes whose links have 300 GB/s and 50 GB/s and whose messages take no time to start."""
+    row = DEVICES["h100x8"]
+    inside, between = (
+        dataclasses.replace(link, simple=Rate(0.0, rate), low_latency=Rate(0.0, rate / 2))
+        for link, rate in ((row.inside, 300e9), (row.between, 50e9))
+    )
+    monkeypatch.setitem(links.DEVICES, "h100x8", dataclasses.replace(row, inside=inside, between=between))
+    monkeypatch.setattr(links, "_CALL", dict.fromkeys(links._CALL, 0.0))
+    accelerator = row.accelerator
+    return accelerator.peak("bf16") * accelerator.efficiency
+
+
+def test_without_latency_they_are_the_formulas_of_the_scaling_book(without_latency):
+    reached, devices, local = without_latency, 32, 8
+    alpha, between = reached / 300e9, reached / 50e9
+    nodes = devices // local
+    least = Balance("h100x8", devices, WIDTH, INNER, EXPERT).thresholds()
+    fsdp = alpha * (devices - 1) / devices
+    assert between / local < alpha, "eight adapters together are faster than one link within the node"
+    assert least["FSDP"] == pytest.approx(fsdp, abs=2)
+    tensor = (local - 1) * alpha / INNER
+    assert tensor < 1 and least["TP 8"] == 1
+    assert least["FSDP × TP 8"] == pytest.approx(between / local * (nodes - 1) / nodes / (1 - tensor), abs=2)
+    assert least["EP 8"] == (1 if alpha * (local - 1) / local <= EXPERT else None)
+    assert least["EP 32"] == (1 if between * (devices - local) / devices <= EXPERT else None)
+
+
+def test_the_threshold_is_where_the_ratio_passes_one():
+    balance = Balance("a100x8")
+    for name, least in balance.thresholds().items():
+        ratio = balance.ratios()[name]
+        if least is None:
+            assert ratio(links.MOST_TOKENS) > 1
+        else:
+            assert ratio(least) <= 1 and (least == 1 or ratio(least - 1) > 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"machine": "here"}, "machine must be one of t4x2"),
+        ({"width": 0}, "width must be an integer from 1"),
+        ({"devices": 20}, "devices must be two or more nodes of 8, got 20"),
+        ({"machine": "t4x2", "devices": 4}, "bf16"),
+    ],
+)
+def test_what_a_machine_lacks_is_refused(asked, words):
+    with pytest.raises((ValueError, LookupError), match=words):
+        Balance(**asked).thresholds()

@@ -18,7 +18,7 @@ from traced import apart as apart
 
 import labkit
 from labkit.analysis.prediction import outcomes, ranges, sentences
-from labkit.analysis.theory import states, theory
+from labkit.analysis.theory.formulas import states, theory
 from labkit.figures import chart
 from labkit.figures.prediction import HEADS, Prediction
 from labkit.plan.spec import Spec, SpecError

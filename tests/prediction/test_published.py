@@ -14,12 +14,10 @@ from decoders import LLAMA, gpt, of
 from labkit import advise
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.links import communication
-from labkit.prediction.scale.asked import FIELDS, laid, machine_of
-from labkit.prediction.scale.atlas import RUNS
+from labkit.prediction.scale.advice import FIELDS, laid, machine_of
+from labkit.prediction.scale.atlas import COLUMNS, RUNS, of_row
 from labkit.prediction.scale.check import check
-from labkit.prediction.scale.frameworks import FRAMEWORKS
-from labkit.prediction.scale.layouts import SHARDINGS, Layout, stages
-from labkit.prediction.scale.published import COLUMNS, of_row
+from labkit.prediction.scale.layouts import FRAMEWORKS, SHARDINGS, Layout, stages
 from labkit.prediction.scale.step import estimate, memory
 
 NANOTRON = FRAMEWORKS["nanotron"]

@@ -13,11 +13,18 @@ from test_timing import EVERY, Links
 import labkit
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import ACCELERATED, DEVICES
-from labkit.prediction.link_table import store
-from labkit.prediction.links import communication, time_among
+from labkit.prediction.links import communication, store, time_among
 from labkit.prediction.predict import predict, programs
-from labkit.prediction.simulation import program_of, simulate
-from labkit.prediction.timing import ERROR, Roofline, _bounds, modelled, of_accelerator, with_seconds
+from labkit.prediction.timing import (
+    ERROR,
+    Roofline,
+    _bounds,
+    modelled,
+    of_accelerator,
+    program_of,
+    simulate,
+    with_seconds,
+)
 from labkit.prediction.tracing.tape import Tape, Work
 from labkit.prediction.tracing.torch_private import FAKE_MODE
 from labkit.record.documents import Plan, PredictedTimeline, SpecFields

@@ -16,11 +16,9 @@ from labkit.analysis.metrics import step_seconds
 from labkit.analysis.prediction import outcomes, sentences, time_made
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
-from labkit.prediction.collectives import CommunicationModel, Duration
-from labkit.prediction.link_table import store
+from labkit.prediction.links import CommunicationModel, Duration, store
 from labkit.prediction.predict import predict
-from labkit.prediction.simulation import Compute, Start, Wait, moved, simulate
-from labkit.prediction.timing import timed
+from labkit.prediction.timing import Compute, Start, Wait, moved, simulate, timed
 from labkit.prediction.tracer import computed
 from labkit.record.state import RunState
 from labkit.record.writer import PHASES

@@ -8,8 +8,8 @@ import math
 import pytest
 from conftest import warm_run
 
+from labkit.analysis.comparison import badge
 from labkit.analysis.diagnose import findings
-from labkit.analysis.equivalence import badge
 from labkit.analysis.prediction import outcomes
 from labkit.course.pictures import pipeline
 from labkit.plan.spec import Spec

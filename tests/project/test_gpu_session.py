@@ -18,7 +18,7 @@ from gpu_session.report import IMPOSSIBLE, OK, WRONG, Report
 
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder
-from labkit.setup import bootstrap, environment, preflight
+from labkit.setup import environment, preflight
 from labkit.setup.machine import Gpu, Machine
 from labkit.training.strategies import STRATEGIES
 
@@ -266,9 +266,9 @@ def test_missing_packages_are_named_if_they_cannot_be_installed(monkeypatch):
     monkeypatch.setattr(environment, "missing", lambda *extras: lacking)
 
     def ensure(extras, argv):
-        raise bootstrap.SetupError("pip install failed")
+        raise environment.SetupError("pip install failed")
 
-    monkeypatch.setattr(bootstrap, "ensure", ensure)
+    monkeypatch.setattr(environment, "ensure", ensure)
     refusal = session._prepare([])
     assert refusal.startswith("ruff>=0.5 are missing") and "PIP_FIND_LINKS" in refusal
     del lacking[0]

@@ -19,7 +19,6 @@ STANDARD_LIBRARY_ONLY = (
     "labkit.common.files",
     "labkit.common.text",
     "labkit.record.writer",
-    "labkit.setup.bootstrap",
     "labkit.setup.environment",
     "labkit.setup.progress",
 )

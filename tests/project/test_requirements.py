@@ -21,7 +21,7 @@ from labkit import __main__
 from labkit.cli import parser as cli
 from labkit.cli import project
 from labkit.cli.commands import act
-from labkit.setup import bootstrap, environment
+from labkit.setup import environment
 from labkit.setup.environment import CLONE, CONSTRAINTS, PROJECT, release
 
 # ---- requirements, in three files
@@ -156,7 +156,7 @@ def test_setup_with_an_extra_asks_for_it():
 
 def test_an_extra_goes_into_the_environment_that_is_active_and_changes_nothing_there(calls, monkeypatch, tmp_path):
     having(monkeypatch, lacks=["deepspeed"], active="the conda environment /opt/lab")
-    bootstrap.ensure(asked("deepspeed").extras, ["setup", "--with", "deepspeed"])
+    environment.ensure(asked("deepspeed").extras, ["setup", "--with", "deepspeed"])
     ((_, arguments),) = calls
     assert arguments[-1] == "deepspeed>=1" and arguments[0] == "-c"
 
@@ -164,18 +164,18 @@ def test_an_extra_goes_into_the_environment_that_is_active_and_changes_nothing_t
 def test_an_extra_goes_into_the_clone_s_own_environment_with_the_tested_versions(calls, monkeypatch):
     having(monkeypatch, lacks=["deepspeed"], torch=False)
     with pytest.raises(Handed):
-        bootstrap.ensure(asked("deepspeed").extras, ["setup", "--with", "deepspeed"])
+        environment.ensure(asked("deepspeed").extras, ["setup", "--with", "deepspeed"])
     install = next(call[1] for call in calls if call[0] == "install")
-    assert install[-1].endswith("[deepspeed,lab,torch]") and install[:2] == ["-c", str(bootstrap.CONSTRAINTS)]
-    assert calls[-1] == ("become", [str(bootstrap.VENV_PYTHON), "-m", "labkit", "setup", "--with", "deepspeed"])
+    assert install[-1].endswith("[deepspeed,lab,torch]") and install[:2] == ["-c", str(environment.CONSTRAINTS)]
+    assert calls[-1] == ("become", [str(environment.VENV_PYTHON), "-m", "labkit", "setup", "--with", "deepspeed"])
 
 
 def test_an_environment_without_pip_is_one_clear_sentence(calls, monkeypatch):
     having(monkeypatch, lacks=["deepspeed"], active="the conda environment /opt/lab")
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "pip" else found(name, *rest))
-    with pytest.raises(bootstrap.SetupError) as caught:
-        bootstrap.ensure(asked("deepspeed").extras, ["setup", "--with", "deepspeed"])
+    with pytest.raises(environment.SetupError) as caught:
+        environment.ensure(asked("deepspeed").extras, ["setup", "--with", "deepspeed"])
     assert (
         str(caught.value)
         == "the conda environment /opt/lab lacks deepspeed and has no pip; install them in it, or deactivate it"

@@ -56,7 +56,7 @@ ROW = """
 USES = """
 import json, sys
 from labkit import Spec, run, write_script
-from labkit.analysis.theory import states, theory
+from labkit.analysis.theory.formulas import states, theory
 from labkit.frontends.panel.choices import Choices
 from labkit.frontends.panel.predict import plan_html
 from labkit.setup.machine import Machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from weaving import record
 
-from labkit.analysis.theory import theory
+from labkit.analysis.theory.formulas import theory
 from labkit.plan.spec import Spec
 from labkit.training.strategies.rules import departures
 

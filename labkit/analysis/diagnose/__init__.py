@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from labkit.analysis.diagnose import errors, hang, known_errors, looks, mismatch, speed, training, unseen
+from labkit.analysis.diagnose import errors, hang, known_errors, looks, speed, training
 from labkit.analysis.diagnose.finding import Finding
 from labkit.common.units import counted, ranks_in_words
 from labkit.record.state import per_revision
@@ -188,10 +188,10 @@ RULES: tuple[Callable[[RunState], Iterator[Finding]], ...] = (
     errors.known_error,
     errors.out_of_memory,
     looks.extra_collective,
-    mismatch.uneven_inputs,
-    mismatch.evaluation_on_one_rank,
-    mismatch.mismatch,
-    mismatch.left_early,
+    errors.uneven_inputs,
+    errors.evaluation_on_one_rank,
+    errors.mismatch,
+    errors.left_early,
     hang.cut_off,
     hang.hang,
     errors.first_failure,
@@ -209,8 +209,8 @@ RULES: tuple[Callable[[RunState], Iterator[Finding]], ...] = (
     speed.one_unit,
     speed.activations,
     speed.uneven_experts,
-    unseen.trains_elsewhere,
-    unseen.trains_beside,
+    training.trains_elsewhere,
+    training.trains_beside,
     not_watched,
     not_there,
     cut_short,

@@ -191,9 +191,9 @@ def group_of(op: Call) -> tuple[Any, ...]:
     return op["group"], op["id"], op["ranks"]
 
 
-def same(one: Call, other: Call) -> bool:
+def same(call: Call, other: Call) -> bool:
     """Whether two ranks are in the same collective."""
-    return group_of(one) == group_of(other) and (one["seq"], one["op"]) == (other["seq"], other["op"])
+    return group_of(call) == group_of(other) and (call["seq"], call["op"]) == (other["seq"], other["op"])
 
 
 def in_words(op: Call) -> str:
@@ -433,9 +433,9 @@ def _call(sequence: Sequence, number: int) -> CallKind | None:
     return sequence.kinds[sequence.calls[index]] if 0 <= index < len(sequence.calls) else None
 
 
-def _alike(one: CallKind, other: CallKind) -> bool:
-    alike = one.op not in ALIKE or (one.sizes == other.sizes and one.dtypes == other.dtypes)
-    return one.op == other.op and alike
+def _alike(kind: CallKind, other: CallKind) -> bool:
+    alike = kind.op not in ALIKE or (kind.sizes == other.sizes and kind.dtypes == other.dtypes)
+    return kind.op == other.op and alike
 
 
 def _kind_in_words(kind: CallKind) -> str:

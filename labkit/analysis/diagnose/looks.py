@@ -302,9 +302,9 @@ def _matrices(rank: RankState) -> list[int]:
     return [n for n in sorted(_names(rank, "parameter")) if len(_tensors(rank)[n].shape) == 2]
 
 
-def _same(one: RankState, mine: int, other: RankState, yours: int, step: int = 0) -> bool:
-    a, b = _look_at(one, step), _look_at(other, step)
-    if a is None or b is None or _tensors(one)[mine].shape != _tensors(other)[yours].shape:
+def _same(rank: RankState, mine: int, other: RankState, yours: int, step: int = 0) -> bool:
+    a, b = _look_at(rank, step), _look_at(other, step)
+    if a is None or b is None or _tensors(rank)[mine].shape != _tensors(other)[yours].shape:
         return False
     return a.sums[mine] == b.sums[yours] and a.sums[mine][1] > 0
 
@@ -1188,7 +1188,7 @@ def _moments(ranks: Sequence[RankState]) -> list[tuple[int, list[Look | Between]
 
 
 def _betweens(rank: RankState) -> dict[int, Between]:
-    return {found.step: found for found in rank.between if len(found.sums) == len(_tensors(rank))}
+    return {look.step: look for look in rank.between if len(look.sums) == len(_tensors(rank))}
 
 
 def _around(ranks: Sequence[RankState]) -> Iterator[tuple[int, list[Look], list[Between]]]:

@@ -7,83 +7,31 @@ Event Format", Chromium project; the fields that torch adds: kineto, `output_jso
 
 from __future__ import annotations
 
-import gzip
 import math
-import os
 import re
-import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.analysis.foreign.page import ForeignError
+from labkit.analysis.foreign import ForeignError
+from labkit.analysis.foreign.reading import Content
 from labkit.common.reading import open_regular
 from labkit.common.units import counted, size
 
 Numbers = NDArray[np.float64]
 _T = TypeVar("_T")
 
-# ---- the content of a file, in chunks
-
-GZIP = b"\x1f\x8b"
-_CHUNK = 4 << 20  # bytes
-_LARGEST_EVENT = 16 << 20  # bytes; also of what stands before or after the events
-_LARGEST_FILE = 16 << 30  # bytes, decompressed
-
-
-_watcher: ContextVar[Callable[[Path, float], None]] = ContextVar("watcher", default=lambda path, share: None)
-
-
-@contextmanager
-def watched(watcher: Callable[[Path, float], None]) -> Iterator[None]:
-    """Within it, `watcher` is called with the path of a file and the share that has been read of it, for each chunk."""
-    token = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(token)
-
-
-class Content:
-    """The decompressed content of an open file. `cut` says why it ends early, and is empty if it does not."""
-
-    def __init__(self, file: BinaryIO, path: Path):
-        self._path, self._read, self.cut = path, 0, ""
-        self._raw, self._size = file, max(1, os.fstat(file.fileno()).st_size)
-        compressed = file.read(len(GZIP)) == GZIP
-        file.seek(0)
-        self._file: Any = gzip.GzipFile(fileobj=file) if compressed else file
-
-    def read(self, most: int = 0) -> bytes:
-        """Further bytes, a chunk or at most `most`; empty at the end. Raises `ForeignError` for a file that is too
-        large."""
-        data, missing = bytearray(), most or _CHUNK
-        try:
-            while missing > 0 and (some := self._file.read1(missing)):
-                data += some
-                missing -= len(some)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            self.cut = f"its compressed data is damaged ({error})"
-        self._read += len(data)
-        _watcher.get()(self._path, self._raw.tell() / self._size)
-        if self._read > _LARGEST_FILE:
-            raise ForeignError(
-                f"{self._path} has more than {size(_LARGEST_FILE)} of events; profile fewer steps:"
-                " torch.profiler.schedule(active=3)"
-            )
-        return bytes(data)
-
-
 # ---- the events of a trace
+
+_LARGEST_EVENT = 16 << 20  # bytes; also of what stands before or after the events
 
 
 class Event(msgspec.Struct):

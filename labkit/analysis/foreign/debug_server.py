@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from labkit.analysis.diagnose.finding import Finding, shorter
-from labkit.analysis.foreign.chrome import Content
-from labkit.analysis.foreign.page import ForeignError, Page, Table
-from labkit.analysis.foreign.pickles import as_dict, as_number
+from labkit.analysis.foreign import ForeignError, Page, Table
+from labkit.analysis.foreign.reading import Content, as_dict, as_number
 from labkit.common.reading import open_regular
 from labkit.common.units import counted, size, some_ranks
 from labkit.record.events import parse

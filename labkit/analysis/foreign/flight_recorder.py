@@ -21,10 +21,9 @@ from typing import Any, Literal, NamedTuple
 from msgspec.structs import replace
 
 from labkit.analysis.diagnose.finding import Finding
+from labkit.analysis.foreign import ForeignError, Page, Table, present
 from labkit.analysis.foreign.breakdown import operation
-from labkit.analysis.foreign.chrome import Content
-from labkit.analysis.foreign.page import ForeignError, Page, Table, present
-from labkit.analysis.foreign.pickles import as_dict, as_list, as_number, plain_value
+from labkit.analysis.foreign.reading import Content, as_dict, as_list, as_number, plain_value
 from labkit.common.reading import open_regular
 from labkit.common.units import counted, ranks_in_words, size
 from labkit.record.events import RANKS, Call, OfRank, Timeline
@@ -575,7 +574,7 @@ _WORDED: dict[str, Callable[[Problem, Mapping[int, Dump]], Finding]] = {
 def ordered(problems: Sequence[Problem]) -> list[Problem]:
     """The problem that causes the others first: one whose ranks do not wait in a collective themselves, then the one
     that was called first."""
-    waiting = {rank for found in problems for rank in found.entries if found.kind in ("missing", "unmatched")}
+    waiting = {rank for problem in problems for rank in problem.entries if problem.kind in ("missing", "unmatched")}
 
     def key(found: Problem) -> tuple[bool, bool, int]:
         return found.kind in _PENDING, bool(waiting & set(found.ranks)), found.entry.created

@@ -74,10 +74,10 @@ def step_in(text: str) -> tuple[int, float | None, float | None] | None:
 
 
 def _loss(text: str) -> float | None:
-    for found in _LOSS.finditer(text):
-        which = _WHICH.search(text, max(0, found.start() - _LONGEST_WORD), found.start())
+    for match in _LOSS.finditer(text):
+        which = _WHICH.search(text, max(0, match.start() - _LONGEST_WORD), match.start())
         if which and not _EVALUATED.search(text, max(0, which.start() - _LONGEST_WORD), which.start()):
-            return float(found["loss"])
+            return float(match["loss"])
     return None
 
 

@@ -20,10 +20,9 @@ import msgspec
 
 from labkit.analysis.diagnose.finding import Finding, shorter
 from labkit.analysis.diagnose.known_errors import KnownError, known_in
-from labkit.analysis.foreign import nccl
-from labkit.analysis.foreign.chrome import Content
+from labkit.analysis.foreign import ForeignError, Page, Table, nccl, present
 from labkit.analysis.foreign.logged_steps import Logged, finite, first_not_finite, step_events, step_in, timed
-from labkit.analysis.foreign.page import ForeignError, Page, Table, present
+from labkit.analysis.foreign.reading import Content
 from labkit.analysis.metrics import median
 from labkit.common.reading import open_regular
 from labkit.common.units import counted, milliseconds, ranks_in_words

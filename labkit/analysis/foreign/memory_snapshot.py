@@ -1,6 +1,7 @@
 """Snapshots of CUDA memory (`torch.cuda.memory._dump_snapshot`, or `torch.cuda.memory._snapshot()` as JSON): which
 lines hold the memory at its peak, what grows from iteration to iteration, how fragmented the segments are, and what
-held the memory when it ran out. `memory_events.py` reads a file, and `memory_replay.py` follows its events.
+held the memory when it ran out. `memory_events.py` reads a file
+and follows its events.
 """
 
 from __future__ import annotations
@@ -14,9 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from labkit.analysis.diagnose.finding import Finding
-from labkit.analysis.foreign.memory_events import UNKNOWN, read_contents
-from labkit.analysis.foreign.memory_replay import Device, Free, Growth, Held, Moment, OutOfMemory, replayed
-from labkit.analysis.foreign.page import Page, Table, numbered
+from labkit.analysis.foreign import Page, Table, numbered
+from labkit.analysis.foreign.memory_events import (
+    UNKNOWN,
+    Device,
+    Free,
+    Growth,
+    Held,
+    Moment,
+    OutOfMemory,
+    read_contents,
+    replayed,
+)
 from labkit.common.units import counted, ranks_in_words, significant, size
 from labkit.record.events import Memory, MemoryStep, OfRank, Start
 from labkit.record.writer import OWNERS

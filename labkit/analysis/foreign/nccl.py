@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from labkit.analysis.diagnose.finding import Finding, shorter
-from labkit.analysis.foreign.page import Table
+from labkit.analysis.foreign import Table
 from labkit.common.units import counted, ranks_in_words
 
 _MOST = 4096  # communicators, hosts, settings or distinct warnings that are remembered

@@ -10,9 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from labkit.analysis.diagnose.finding import shorter
-from labkit.analysis.foreign import debug_server, flight_recorder, logs, memory_snapshot, profiles, ras
-from labkit.analysis.foreign.chrome import Content, read_profile
-from labkit.analysis.foreign.page import ForeignError, Page
+from labkit.analysis.foreign import (
+    ForeignError,
+    Page,
+    debug_server,
+    flight_recorder,
+    logs,
+    memory_snapshot,
+    profiles,
+    ras,
+)
+from labkit.analysis.foreign.chrome import read_profile
+from labkit.analysis.foreign.reading import Content
 from labkit.common.reading import is_folder, open_regular
 from labkit.record.garbage import uncollected
 

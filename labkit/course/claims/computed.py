@@ -8,17 +8,14 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import fields, replace
 
 from labkit.analysis.metrics import median, quartiles
-from labkit.analysis.theory import theory
-from labkit.analysis.theory.states import RECIPES
+from labkit.analysis.theory.formulas import RECIPES, theory
 from labkit.common.units import counted, size
 from labkit.course.claims.measured import FAILS, HOLDS, OPEN, PARTLY, Ruling, Trials, ask
 from labkit.plan.spec import Spec
-from labkit.prediction.balance import Balance
 from labkit.prediction.devices import DEVICES
-from labkit.prediction.scale.advice import advice
-from labkit.prediction.scale.asked import training
-from labkit.prediction.scale.atlas import common, failed, published, speed
-from labkit.prediction.scale.published import Published
+from labkit.prediction.links import Balance
+from labkit.prediction.scale.advice import advice, training
+from labkit.prediction.scale.atlas import Published, common, failed, published, speed
 
 # ---- claims about sizes
 

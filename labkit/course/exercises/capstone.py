@@ -14,8 +14,7 @@ from labkit.course.build.record import Record
 from labkit.course.exercises import Exercise, Wrong, drawn, require_function, require_number, result_of
 from labkit.course.exercises.own import finished
 from labkit.course.exercises.published import pick_a_layout
-from labkit.prediction.scale.advice import Advice, advice
-from labkit.prediction.scale.asked import training
+from labkit.prediction.scale.advice import Advice, advice, training
 
 # ---- bytes per rank by formula
 

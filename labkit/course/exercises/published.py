@@ -9,8 +9,7 @@ from typing import Any
 from labkit.common.units import counted, size
 from labkit.course.exercises import Exercise, Wrong
 from labkit.figures.advice import PARTS
-from labkit.prediction.scale.atlas import EXAMPLE, Case, case, degrees_of, evidence, modelled
-from labkit.prediction.scale.published import Published
+from labkit.prediction.scale.atlas import EXAMPLE, Case, Published, case, degrees_of, evidence, modelled
 
 _ENOUGH = 0.85  # of the fastest layout: repeated runs differ by as much
 _DEGREES = ("tp", "pp", "cp")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from labkit.analysis.theory import bucket_numbers
+from labkit.analysis.theory.formulas import bucket_numbers
 from labkit.common.units import counted, size
 from labkit.course.pictures import canvas
 from labkit.course.pictures.canvas import Box, axis, bars, checked, lane_axis, model_words, wide_layout
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 import random
 
-from labkit.analysis.theory import theory
+from labkit.analysis.theory.formulas import theory
 from labkit.course.pictures.canvas import Arrow, lane_name, side_by_side
 from labkit.figures import colours
 from labkit.figures.as_plotly import numbers

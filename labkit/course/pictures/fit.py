@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from labkit.analysis.theory.states import RECIPES
+from labkit.analysis.theory.formulas import RECIPES
 from labkit.common.arguments import check_choice
 from labkit.course.pictures.canvas import checked
 from labkit.figures import colours

@@ -12,11 +12,9 @@ from labkit.course.pictures.canvas import checked, wide_layout
 from labkit.figures import rank_colour
 from labkit.figures.as_plotly import as_figure
 from labkit.figures.colours import GRID, INK
-from labkit.prediction.balance import Balance
-from labkit.prediction.collectives import ALGORITHMS
-from labkit.prediction.collectives import known as operation_known
 from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE, DEVICES
-from labkit.prediction.links import Modelled
+from labkit.prediction.links import ALGORITHMS, Balance, Modelled
+from labkit.prediction.links import known as operation_known
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -104,8 +102,8 @@ def bus(operation: str = "all_reduce", machine: str = DEFAULT_MACHINE, devices: 
 def thresholds(
     machine: str = DEFAULT_MACHINE, devices: int = 64, width: int = 8192, inner: int = 28672, expert: int = 2048
 ) -> go.Figure:
-    """Communication per computation in the MLP of one layer, by tokens per device, with the layouts of
-    `prediction/balance.py`: below 1 it can be hidden. Raises `ValueError` if the devices are not whole nodes, two or
+    """Communication per computation in the MLP of one layer, by tokens per device, with the layouts of `Balance`
+    (`prediction/links.py`): below 1 it can be hidden. Raises `ValueError` if the devices are not whole nodes, two or
     more."""
     balance = Balance(machine, devices, width, inner, expert)
     least = balance.thresholds()

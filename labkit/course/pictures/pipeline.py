@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.metrics import USUAL
-from labkit.analysis.nodes import ahead
-from labkit.analysis.profiled import aligned, profiled_steps
+from labkit.analysis.profiled import ahead, aligned, profiled_steps
 from labkit.course.pictures.canvas import SCALED, layout
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure

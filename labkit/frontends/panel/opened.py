@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from labkit.analysis.foreign.page import Page
+from labkit.analysis.foreign import Page
 from labkit.common.text import escape
 from labkit.figures.explained import Explained
 from labkit.frontends.panel import widgets

@@ -11,7 +11,7 @@ import ipywidgets
 
 from labkit.analysis.guess import FIGURES
 from labkit.analysis.prediction import how_made, step_in_words
-from labkit.analysis.theory import Flow, states, theory
+from labkit.analysis.theory.formulas import Flow, states, theory
 from labkit.common.text import escape
 from labkit.common.units import counted, size
 from labkit.figures import rank_colour

@@ -1,13 +1,22 @@
-"""The atlas: published runs on real GPUs that ship with the lab, and which of them are near a layout.
+"""Published runs on real GPUs: rows of a file as trainings with a layout, which `estimate` computes, and what was
+measured; the runs that ship with the lab, and which of them are near a layout.
+
+The columns of a file are those of collections of training benchmarks: the shape of the decoder, devices, degrees,
+batch, speed in whatever form it was published, and peak memory per GPU. What a column leaves out is completed from the
+tables here, by framework, model family or machine. A row that cannot be computed is refused in one sentence.
 
 `published.csv.gz` has training runs that others measured and published, failures included, one row each with its
-source. Its columns are those of `published.py`, so `labkit advise --check` reads the same file.
+source; `labkit advise --check` reads files of the same form.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import math
 import re
+import zlib
 from bisect import insort
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +28,367 @@ import numpy
 
 from labkit.analysis.metrics import median
 from labkit.common.arguments import Number, check_type, shown
-from labkit.prediction.scale.layouts import SHARDINGS, Layout
-from labkit.prediction.scale.model import parameters_in_words
-from labkit.prediction.scale.published import Published, Refused, read
-from labkit.prediction.scale.step import Estimate, estimate
-from labkit.prediction.scale.training import Training
+from labkit.common.units import size
+from labkit.prediction.devices import DEVICES, Device
+from labkit.prediction.links import communication
+from labkit.prediction.scale.layouts import ALONE, FRAMEWORKS, SHARDINGS, Layout, Sharding
+from labkit.prediction.scale.model import Model, parameters_in_words
+from labkit.prediction.scale.step import Estimate, Training, estimate
+
+# ---- the rows of a file
+
+COLUMNS = (
+    *("source", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "gpus", "gpu_type"),
+    *("strategy", "tp", "pp", "cp", "dp", "precision", "activation_checkpointing", "micro_batch", "global_batch"),
+    *("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_percent", "memory_gib", "step_seconds", "where"),
+)
+_LIMIT = 64 << 20  # bytes of a file
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run reached: tokens per second and GPU (None: not published), peak memory per GPU in bytes (None: not
+    published), and whether it survived (None: not said)."""
+
+    tokens_per_second_per_gpu: float | None
+    memory: float | None
+    fits: bool | None
+
+
+@dataclass(frozen=True, eq=False)  # a row is itself: many have the same figures
+class Published:
+    """A run as published: `line` of the file, `source`, `title` of the model, exact place (`where`), the training with
+    its machine, the layout, and what was measured."""
+
+    line: int
+    source: str
+    title: str
+    where: str
+    training: Training
+    layout: Layout
+    measured: Measured
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A row that cannot be computed, and the reason in one sentence."""
+
+    line: int
+    source: str
+    title: str
+    reason: str
+
+
+def read(path: Path) -> tuple[list[Published], list[Refused]]:
+    """All rows of a file; if its name ends in `.gz`, gzip has compressed it. Raises `OSError` if it cannot be read,
+    `ValueError` if it is not such a file."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", newline="", encoding="utf-8") as file:
+            text = file.read(_LIMIT + 1)
+        rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    except (csv.Error, UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is not a CSV file: {error}") from None
+    if len(text) > _LIMIT:
+        raise ValueError(f"{path} must be at most {size(_LIMIT)}")
+    found: list[Published] = []
+    refused: list[Refused] = []
+    missing = [name for name in COLUMNS if not rows or name not in rows[0]]
+    if missing:
+        raise ValueError(f"{path} has no row with the columns {', '.join(missing)}")
+    for line, row in enumerate(rows, start=2):
+        row = {name: (row[name] or "").strip() for name in COLUMNS}
+        try:
+            found.append(of_row(row, line))
+        except ValueError as error:
+            refused.append(Refused(line, row["source"], row["model"], str(error)))
+    return found, refused
+
+
+def of_row(row: Mapping[str, str], line: int = 0) -> Published:
+    """The run of one row, by the names of its columns; `ValueError`, one sentence, if it cannot be computed."""
+    for words, reason in _NOT_MODELLED.items():
+        if re.search(words, f"{row['strategy']} {row['activation_checkpointing']}", re.IGNORECASE):
+            raise ValueError(reason)
+    model, machine = _model(row), _machine(row)
+    layout, precision, sequence, batch = _layout(row, model, machine)
+    assert machine.accelerator
+    if precision not in machine.accelerator.flops:
+        raise ValueError(f"{machine.accelerator.name} has no peak for {precision}")
+    training = Training(
+        *(model, machine, machine.accelerator, _links(machine.name), layout.devices, batch, sequence),
+        *(machine.accelerator.memory, precision, _attention(row)),
+        scaling="rowwise" if "rowwise" in row["precision"].lower() else "tensorwise",
+    )
+    training = replace(training, model=replace(model, positions=max(model.positions, sequence)))
+    return Published(
+        line, row["source"], row["model"], row["where"], training, layout, _measured(row, training, layout)
+    )
+
+
+_links = cache(communication)
+
+_NOT_MODELLED = {
+    r"(?<!lora )adapters?\b(?! \(lora)|\bprefix|prompt.tuning": "adapters other than LoRA are not modelled",
+    r"cpu offload|offload(ed)? (of )?(the )?(optimizer|param)": "offloading of model states to the CPU is not modelled",
+    r"not packed": "samples are padded, and how many of the tokens are padding is not said",
+    r"\bmoe\b|expert|\bep\b": "mixtures of experts are not modelled",
+    r"zero.?(infinity|offload)": "offloading to the CPU is not modelled",
+}
+
+# ---- the model
+
+# Families by the beginning of a name: gated MLP, tied embedding, vocabulary if it is not said.
+_FAMILIES: tuple[tuple[str, bool, bool, int], ...] = (
+    (r"nanotron", True, False, 131_072),
+    (r"llama.?3\.2", True, True, 128_256),
+    (r"llama.?3", True, False, 128_256),
+    (r"(code ?)?llama|mistral|vicuna|tinyllama", True, False, 32_000),
+    (r"smollm", True, True, 49_152),
+    (r"qwen|gemma", True, True, 152_064),
+    (r"olmo", True, False, 50_304),
+    (r"mpt", False, True, 50_368),
+    (r"bloom", False, True, 250_880),
+    (r"pythia|gpt.?neox", False, False, 50_432),
+    (r"opt|falcon|phi|stablelm", False, True, 50_272),
+    (r"gpt|turing|mt-nlg|megatron|bert", False, True, 51_200),
+)
+_TIED_BELOW = 10_000  # MLP width of nanotron's models with one matrix for embedding and head (scaling_benchmarks.py)
+
+
+def _model(row: Mapping[str, str]) -> Model:
+    sizes = {name: _whole(row, name) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")}
+    for name in ("layers", "hidden", "heads"):
+        if not sizes[name]:
+            raise ValueError(f"the shape of the model is not said: {name} is empty")
+    layers, width, heads = sizes["layers"] or 1, sizes["hidden"] or 1, sizes["heads"] or 1
+    name = row["model"].lower()
+    family = next((candidate for candidate in _FAMILIES if re.search(rf"\b(?:{candidate[0]})", name)), None)
+    gated, tied, vocabulary = family[1:] if family else (True, False, 32_000)
+    hidden = sizes["ffn"] or (4 * width if not gated else 256 * -(-8 * width // 768))
+    if "nanotron" in name:
+        tied = hidden < _TIED_BELOW
+    found = (layers, width, heads, sizes["kv_heads"] or heads, width // heads, hidden, sizes["vocab"] or vocabulary)
+    return Model(row["model"], *found, 1 << 24, gated=gated, learned=False, biases=not gated, tied=tied)
+
+
+def _whole(row: Mapping[str, str], name: str) -> int | None:
+    """The number in a cell; None if it is empty."""
+    if not row[name]:
+        return None
+    found = re.fullmatch(r"([0-9][0-9,]*)(?:\.0+)?( ?k)?", row[name], re.IGNORECASE)
+    number = int(found[1].replace(",", "")) * (1024 if found[2] else 1) if found else 0
+    if number < 1:
+        raise ValueError(f"{name} is {row[name]!r}, which is not a positive integer")
+    return number
+
+
+# ---- the machine
+
+# Words in the kind of GPU, words about the network in the row, machine; the first that matches.
+_MACHINES: tuple[tuple[str, str, str], ...] = (
+    (r"gb200", "", "gb200-nvl72"),
+    (r"b200", "", "b200x8"),
+    (r"h200", "", "h200x8"),
+    (r"h100.*96 ?gb", "", "h100x8-96gb"),
+    (r"h100", r"\befa\b", "h100x8-efa"),
+    (r"h100", r"llama 3 \(production\)|roce", "h100x8-roce"),
+    (r"h[18]00", "", "h100x8"),
+    (r"a100.*40 ?gb", r"\befa\b|\baws\b|p4d", "a100x8-efa"),
+    (r"a100.*40 ?gb", "", "a100x8-40gb"),
+    (r"a100", r"jean.?zay|omni-?path|\bopa\b|bloom", "a100x8-opa"),
+    (r"a100", r"roce", "a100x8-roce"),
+    (r"a[18]00", "", "a100x8"),
+    (r"v100.*32 ?gb|dgx-?2", "", "v100x8-32gb"),
+    (r"v100", "", "v100x8"),
+    (r"mi300", "", "mi300x8"),
+    (r"mi250", "", "mi250x8"),
+    (r"a10g?\b", "", "a10gx8"),
+    (r"a6000", "", "a6000x8"),
+    (r"4090", "", "rtx4090"),
+    (r"3090", "", "rtx3090"),
+    (r"\bl4\b", "", "l4"),
+    (r"\bt4\b", "", "t4x2"),
+)
+
+
+def _machine(row: Mapping[str, str]) -> Device:
+    kind = (row["gpu_type"] or row["where"]).lower().replace("_", " ")
+    around = " ".join((row["gpu_type"], row["source"], row["where"])).lower()
+    for words, network, name in _MACHINES:
+        if re.search(words, kind) and re.search(network, around):
+            return DEVICES[name]
+    raise ValueError(f"the GPU {row['gpu_type']!r} is not in the table of devices")
+
+
+# ---- the layout
+
+_FRAMEWORKS = (  # words in source or model, framework
+    (r"playbook|nanotron", "nanotron"),
+    (r"torchtitan", "torchtitan"),
+    (r"torchtune.*8-bit", "torchtune-8bit"),
+    (r"torchtune.*step in backward", "torchtune-step-in-backward"),
+    (r"torchtune", "torchtune"),
+    (r"foundry|mosaic", "llm-foundry"),
+    (r"fms", "fms-fsdp"),
+    (r"litgpt|lit-gpt|lightning", "litgpt"),
+    (r"bloom|deepspeed", "deepspeed"),
+    (r"llama 3 \(production\)", "llama3"),
+    (r"megatron|korthikanti|narayanan", "megatron"),
+    (r"nanogpt", "nanogpt"),
+    (r"olmo", "olmo"),
+)
+_SHARDINGS = (  # words in the strategy, row of the table of shardings
+    (r"zero.?0", "ddp"),
+    (r"zero.?1", "zero1"),
+    (r"zero.?2|shard_grad_op", "zero2"),
+    (r"hsdp|hybrid", "hsdp"),
+    (r"zero.?3|fsdp|full_shard", "fsdp"),
+    (r"ddp|\bdp\b", "ddp"),
+)
+_PRECISIONS = (
+    (r"(float|fp)_?8", "fp8"),
+    (r"bf16|bfloat16", "bf16"),
+    (r"fp16|float16|\b16\b|half", "fp16"),
+    (r"tf32", "tf32"),
+    (r"32", "fp32"),
+)
+_RECOMPUTED = ((r"selective|\bsac\b|[0-9]/[0-9]", "selective"), (r"full|true|yes|\bac\b|\bon\b", "full"))
+
+
+def _recomputed(text: str, usual: str) -> str:
+    return _choice(_RECOMPUTED, text, "none") if text else usual
+
+
+def _choice(table: Sequence[tuple[str, str]], text: str, default: str) -> str:
+    return next((value for words, value in table if re.search(words, text.lower())), default)
+
+
+def _layout(row: Mapping[str, str], model: Model, machine: Device) -> tuple[Layout, str, int, int]:
+    """The layout, the precision, tokens of a sample, and samples of a step."""
+    words = _strategy(row)
+    framework = FRAMEWORKS[_choice(_FRAMEWORKS, f"{row['source']} {row['model']} {words}", "pytorch")]
+    sequence = _whole(row, "seq")
+    if not sequence:
+        raise ValueError("the length of a sequence is not said")
+    if not (row["strategy"] or row["tp"] or row["dp"]):
+        raise ValueError("no configuration is said, only what it reached")
+    degrees = {name: _whole(row, name) or 1 for name in ("tp", "pp", "cp")}
+    devices = _whole(row, "gpus")
+    data = _whole(row, "dp") or max(1, (devices or 1) // (degrees["tp"] * degrees["pp"] * degrees["cp"]))
+    ranks = data * degrees["tp"] * degrees["pp"] * degrees["cp"]
+    if devices is not None and devices != ranks:
+        raise ValueError(f"the degrees multiply to {ranks} ranks, and there are {devices} GPUs")
+    if machine.between is None and ranks > machine.per_node:
+        raise ValueError(f"{ranks} GPUs are more than {machine.title} has")
+    micro_batch, micro_batches = _micro_batches(row, data, degrees["pp"], sequence)
+    interleaved = re.search(r"([0-9]+) interleaved", words)
+    chunks = int(interleaved[1]) if interleaved else 2 if "interleaved" in words else framework.chunks
+    layout = Layout(
+        *_sharding(row, data, data * degrees["cp"], degrees["tp"], machine, framework.sharding),
+        tensor=degrees["tp"],
+        pipeline=degrees["pp"],
+        context=degrees["cp"],
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        recompute=_recomputed(row["activation_checkpointing"], framework.recompute),
+        chunks=chunks if degrees["pp"] > 1 else 1,
+        compiled="compile" in words,
+        asynchronous="async" in words,
+        loss="chunked" if "chunked" in words else "whole",
+        offload="offload" in words,
+        trained="qlora" if re.search("qlora|nf4|4-?bit", words) else "lora" if "lora" in words else "all",
+        framework=framework,
+    )
+    assert machine.accelerator
+    usual = next((name for name in ("bf16", "fp16") if name in machine.accelerator.flops), "fp32")
+    precision = _choice(_PRECISIONS, row["precision"], usual)
+    return layout, precision, sequence, data * micro_batch * micro_batches
+
+
+_CUMULATIVE = ("compile", "chunked", "activation checkpointing", "step in backward", "offloading", "8-bit", "lora")
+
+
+def _strategy(row: Mapping[str, str]) -> str:
+    """The strategy in small letters; of a table whose rows each add something, with all that was added before."""
+    words = row["strategy"].lower()
+    if "cumulative" not in row["where"]:
+        return words
+    added = [number for number, step in enumerate(_CUMULATIVE) if step in words]
+    return " + ".join((words, *_CUMULATIVE[: max(added)])) if added else words
+
+
+def _sharding(
+    row: Mapping[str, str], data: int, synced: int, tensor: int, machine: Device, usual: str
+) -> tuple[Sharding, int, int]:
+    """The sharding, the data-parallel ranks, and the ranks that share the states."""
+    if synced == 1:
+        return ALONE, data, 1
+    found = SHARDINGS[_choice(_SHARDINGS, row["strategy"], usual)]
+    shards = min(synced, max(1, machine.per_node // tensor)) if found.across else synced
+    return found, data, shards
+
+
+def _micro_batches(row: Mapping[str, str], data: int, pipeline: int, sequence: int) -> tuple[int, int]:
+    """Samples of a micro-batch, and micro-batches per step. A batch of a rank alone (`local batch 32`) is split into as
+    many micro-batches as a pipeline has stages (torchtitan's default)."""
+    batch = _samples(row["global_batch"], sequence)
+    local = re.fullmatch(r"local batch ([0-9]+)", row["micro_batch"])
+    if local:
+        micro_batch = max(1, int(local[1]) // pipeline)
+        return micro_batch, int(local[1]) // micro_batch
+    micro_batch = _whole(row, "micro_batch") or 1
+    if batch is None:
+        accumulation = re.search(r"grad(?:ient)?[ _]accumulation(?:[ _]steps)? ([0-9]+)\b(?!\*)", row["where"])
+        return micro_batch, int(accumulation[1]) if accumulation else 1
+    count = round(batch / (data * micro_batch))
+    if count < 1 or abs(count * data * micro_batch / batch - 1) > 0.02:
+        raise ValueError(f"a batch of {batch:g} samples is not a multiple of {data} ranks × {micro_batch} samples")
+    return micro_batch, count
+
+
+def _samples(text: str, sequence: int) -> float | None:
+    found = re.fullmatch(r"([0-9][0-9,.]*) ?([KM]?)( tokens)?", text)
+    if not found:
+        return None
+    number = float(found[1].replace(",", "")) * {"": 1, "K": 1e3, "M": 1e6}[found[2]]
+    if not found[3]:
+        return number
+    exact = number * (1 << 20) / 1e6 if found[2] == "M" else number  # millions of tokens are powers of two
+    return max(1.0, exact // sequence)
+
+
+def _attention(row: Mapping[str, str]) -> str:
+    """Whether the matrices of attention are computed one by one: before FlashAttention came into these frameworks."""
+    words = f"{row['source']} {row['model']} {row['where']}".lower()
+    return "eager" if re.search(r"korthikanti|narayanan|bloom|2022-12", words) else "fused"
+
+
+# ---- what was measured
+
+
+def _measured(row: Mapping[str, str], training: Training, layout: Layout) -> Measured:
+    numbers = {name: _number(row[name]) for name in COLUMNS}
+    speed = numbers["tokens_per_s_per_gpu"]
+    flops = training.model.training_flops(training.sequence)
+    if speed is None and numbers["step_seconds"]:
+        speed = training.batch * training.sequence / training.devices / numbers["step_seconds"]
+    if speed is None and numbers["tflops_per_gpu"]:
+        again = layout.recompute == "full" and layout.framework.counts_recomputation
+        speed = numbers["tflops_per_gpu"] * 1e12 / flops / (4 / 3 if again else 1)
+    if speed is None and numbers["mfu_percent"]:
+        speed = numbers["mfu_percent"] / 100 * training.accelerator.peak(training.sixteen) / flops
+    memory = numbers["memory_gib"]
+    failed = re.search(r"oom|crash", row["memory_gib"], re.IGNORECASE) is not None
+    fits = False if failed else True if speed is not None or memory is not None else None
+    return Measured(speed, memory * (1 << 30) if memory else None, fits)
+
+
+def _number(text: str) -> float | None:
+    return float(text) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) else None
+
+
+# ---- the runs that ship with the lab
 
 RUNS = Path(__file__).with_name("published.csv.gz")
 

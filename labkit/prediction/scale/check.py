@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labkit.analysis.metrics import median
-from labkit.prediction.scale.published import Published, Refused, read
+from labkit.prediction.scale.atlas import Published, Refused, read
 from labkit.prediction.scale.step import Estimate, estimate
 
 FEWEST = 5  # layouts of a model on some GPUs that are ranked
@@ -168,7 +168,7 @@ def _order(group: Sequence[Pair]) -> float:
     modelled = _ranks([pair.estimate.tokens_per_second_per_gpu for pair in group])
     measured = _ranks([pair.run.measured.tokens_per_second_per_gpu or 0.0 for pair in group])
     middle = (len(group) - 1) / 2
-    product = sum((one - middle) * (other - middle) for one, other in zip(modelled, measured))
+    product = sum((estimated - middle) * (other - middle) for estimated, other in zip(modelled, measured))
     squares = (sum((rank - middle) ** 2 for rank in ranks) for ranks in (modelled, measured))
     size = math.sqrt(math.prod(squares))
     return product / size if size else 0.0

@@ -257,9 +257,9 @@ def of_workload(name: Any, options: Mapping[str, Any]) -> Model:
     row = WORKLOADS[check_choice("workload", name, transformers)]
     settled = Spec("single", row.name, options={**options}).options
     assert row.transformer
-    one = row.transformer(settled)
-    sizes = (one.layers, one.width, one.heads, one.heads, one.width // one.heads, 4 * one.width)
-    model = Model("", *sizes, one.vocabulary, one.positions, gated=False, learned=True, biases=True, tied=False)
+    shape = row.transformer(settled)
+    sizes = (shape.layers, shape.width, shape.heads, shape.heads, shape.width // shape.heads, 4 * shape.width)
+    model = Model("", *sizes, shape.vocabulary, shape.positions, gated=False, learned=True, biases=True, tied=False)
     return _titled(model, f"{row.name} with {parameters_in_words(model.parameters)} parameters")
 
 

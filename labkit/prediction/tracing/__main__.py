@@ -29,7 +29,6 @@ import torch.distributed.tensor.parallel
 
 from labkit.prediction.tracing import own_script, torch_private
 from labkit.prediction.tracing import rank as generated
-from labkit.prediction.tracing.compute import compute
 from labkit.prediction.tracing.kernels import KNOWN
 from labkit.probe.lifetime import end_with_parent, identity
 
@@ -37,10 +36,8 @@ _IDLE = 300.0
 _WORK: dict[str, Callable[[dict[str, Any], int], Any]] = {
     "trace": generated.trace,
     "script's trace": own_script.trace,
-    "measurement": compute,
+    "measurement": generated.compute,
 }
-
-
 _TRACES = ("trace", "script's trace")
 
 

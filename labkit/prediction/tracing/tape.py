@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from labkit.prediction.tracing.allocator import WORKSPACE, Change
-from labkit.prediction.tracing.kernels import Kernel, is_kernel, workspace
+from labkit.prediction.tracing.kernels import WORKSPACE, Change, Kernel, is_kernel, workspace
 from labkit.prediction.tracing.torch_private import (
     DISPATCH_MODE,
     FAKE_TENSOR,
@@ -227,8 +226,8 @@ class Work:
             self._append(["wait", number])
             self._used[self._calls[number]] = len(self._items)
         if numbers:
-            for found in self._needed.values():
-                found -= numbers
+            for needed in self._needed.values():
+                needed -= numbers
 
     def program(self, spans: list[tuple[str, int, int]]) -> list[Any]:
         """The program of the step with these phases, in the form of `compute`; in place of the seconds of a

@@ -15,7 +15,7 @@ import pytest
 from bootstrapping import Handed, having, kept
 
 from labkit.cli import parser as cli
-from labkit.setup import bootstrap, environment
+from labkit.setup import environment
 from labkit.setup.environment import CLONE, TEXT_ONLY, Requirement, release
 from labkit.setup.progress import Progress
 
@@ -24,17 +24,17 @@ from labkit.setup.progress import Progress
 
 def test_python_that_has_everything_is_used_as_it_is(calls, monkeypatch):
     having(monkeypatch)
-    bootstrap.ensure((), ["runs"])
+    environment.ensure((), ["runs"])
     assert calls == []
 
 
 def test_active_environment_with_torch_gets_only_what_it_lacks(calls, monkeypatch):
     having(monkeypatch, lacks=["jupytext", "rich"], active="the conda environment /opt/lab")
-    bootstrap.ensure(("lab",), ["lab"])
+    environment.ensure(("lab",), ["lab"])
     ((_, arguments),) = calls
     assert [word for word in arguments if ">=" in word] == ["jupytext>=1", "rich>=1"]
     assert not any("torch" in word or word == "-e" for word in arguments)
-    assert not bootstrap.VENV.exists()
+    assert not environment.VENV.exists()
 
 
 def test_installed_widgets_are_never_upgraded(calls, monkeypatch, capsys):
@@ -44,7 +44,7 @@ def test_installed_widgets_are_never_upgraded(calls, monkeypatch, capsys):
         Requirement("jupytext", "1"),
     ]  # ipywidgets is installed here, and older than 99
     monkeypatch.setattr(environment, "missing", lambda *extras: lacking)
-    bootstrap.ensure((), ["runs"])
+    environment.ensure((), ["runs"])
     assert calls[0][1][-1] == "jupytext>=1"
     assert not any("ipywidgets" in word for word in calls[0][1])
     assert "keeping ipywidgets " in capsys.readouterr().err
@@ -69,32 +69,32 @@ def test_installed_packages_are_pinned(monkeypatch):
 def test_otherwise_the_clone_gets_its_own_environment(calls, monkeypatch, given):
     having(monkeypatch, **given)
     with pytest.raises(Handed):
-        bootstrap.ensure(("lab",), ["lab", "--no-browser"])
+        environment.ensure(("lab",), ["lab", "--no-browser"])
     kinds = [call[0] for call in calls]
     assert kinds == ["create", "install", "become"]
-    assert calls[1][1][-2:] == ["-e", f"{bootstrap.CLONE}[lab,torch]"]
-    assert calls[2][1] == [str(bootstrap.VENV_PYTHON), "-m", "labkit", "lab", "--no-browser"]
+    assert calls[1][1][-2:] == ["-e", f"{environment.CLONE}[lab,torch]"]
+    assert calls[2][1] == [str(environment.VENV_PYTHON), "-m", "labkit", "lab", "--no-browser"]
 
 
 def test_second_start_installs_nothing(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
     for _ in range(2):
         with pytest.raises(Handed):
-            bootstrap.ensure((), ["runs"])
+            environment.ensure((), ["runs"])
     assert [call[0] for call in calls] == ["create", "install", "become", "become"]
 
 
 def test_another_extra_or_version_is_added_to_the_environment(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
     with pytest.raises(Handed):
-        bootstrap.ensure((), ["runs"])
+        environment.ensure((), ["runs"])
     with pytest.raises(Handed):
-        bootstrap.ensure(("lab", "test"), ["test"])
+        environment.ensure(("lab", "test"), ["test"])
     assert [call[0] for call in calls[3:]] == ["install", "become"]
     assert calls[3][1][-1].endswith("[lab,test,torch]")
-    bootstrap.CONSTRAINTS.write_text("torch==2.13.1\n")
+    environment.CONSTRAINTS.write_text("torch==2.13.1\n")
     with pytest.raises(Handed):
-        bootstrap.ensure((), ["runs"])
+        environment.ensure((), ["runs"])
     assert [call[0] for call in calls[5:]] == ["install", "become"]
     assert calls[5][1][-1].endswith("[lab,test,torch]")  # installed extras are kept
 
@@ -102,15 +102,15 @@ def test_another_extra_or_version_is_added_to_the_environment(calls, monkeypatch
 def test_packages_that_another_extra_brought_are_not_installed_again(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
     with pytest.raises(Handed):
-        bootstrap.ensure(("test",), ["test"])
-    assert bootstrap._state()["extras"] == ["lab", "test", "torch"]
+        environment.ensure(("test",), ["test"])
+    assert environment._state()["extras"] == ["lab", "test", "torch"]
     having(monkeypatch, own=True)
-    bootstrap.ensure(("handout",), ["handout"])
-    bootstrap.ensure(("mcp",), ["mcp"])
+    environment.ensure(("handout",), ["handout"])
+    environment.ensure(("mcp",), ["mcp"])
     assert [call[0] for call in calls] == ["create", "install", "become"]
     monkeypatch.setattr(Requirement, "met", property(lambda package: package.name != "mcp"))
     with pytest.raises(Handed):
-        bootstrap.ensure(("mcp",), ["mcp"])
+        environment.ensure(("mcp",), ["mcp"])
     assert [call[0] for call in calls[3:]] == ["install", "become"]
 
 
@@ -121,12 +121,12 @@ def test_interrupted_setup_starts_again(calls, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(bootstrap, "_install", cut)
+        broken.setattr(environment, "_install", cut)
         with pytest.raises(KeyboardInterrupt):
-            bootstrap.ensure((), ["runs"])
-    assert json.loads(bootstrap.STATE.read_text())["building"]
+            environment.ensure((), ["runs"])
+    assert json.loads(environment.STATE.read_text())["building"]
     with pytest.raises(Handed):
-        bootstrap.ensure((), ["runs"])
+        environment.ensure((), ["runs"])
     assert [call[0] for call in calls] == ["create", "create", "install", "become"]
 
 
@@ -134,14 +134,14 @@ def test_failed_pip_keeps_the_installed_packages(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
 
     def fail(*_):
-        raise bootstrap.SetupError("no network")
+        raise environment.SetupError("no network")
 
     with monkeypatch.context() as broken:
-        broken.setattr(bootstrap, "_install", fail)
-        with pytest.raises(bootstrap.SetupError, match="no network"):
-            bootstrap.ensure((), ["runs"])
+        broken.setattr(environment, "_install", fail)
+        with pytest.raises(environment.SetupError, match="no network"):
+            environment.ensure((), ["runs"])
     with pytest.raises(Handed):
-        bootstrap.ensure((), ["runs"])
+        environment.ensure((), ["runs"])
     assert [call[0] for call in calls] == ["create", "install", "become"]
 
 
@@ -149,28 +149,28 @@ def test_environment_that_lost_its_python_is_created_again(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
     for _ in range(2):
         with pytest.raises(Handed):
-            bootstrap.ensure((), ["runs"])
-        bootstrap.VENV_PYTHON.unlink()
+            environment.ensure((), ["runs"])
+        environment.VENV_PYTHON.unlink()
     assert [call[0] for call in calls] == ["create", "install", "become"] * 2
 
 
-def link(environment):
-    bootstrap.VENV.symlink_to(environment)
+def link(folder):
+    environment.VENV.symlink_to(folder)
 
 
-def moved(environment):
-    environment.rename(bootstrap.VENV)
-    bootstrap.STATE.write_text(json.dumps({"place": str(environment), "made_from": "x", "extras": ["lab", "torch"]}))
+def moved(folder):
+    folder.rename(environment.VENV)
+    environment.STATE.write_text(json.dumps({"place": str(folder), "made_from": "x", "extras": ["lab", "torch"]}))
 
 
-def unknown(environment):
-    environment.rename(bootstrap.VENV)
-    bootstrap.VENV_PYTHON.unlink()
+def unknown(folder):
+    folder.rename(environment.VENV)
+    environment.VENV_PYTHON.unlink()
 
 
-def a_file(environment):
-    environment.rename(bootstrap.CLONE / "elsewhere")
-    bootstrap.VENV.write_text("precious")
+def a_file(folder):
+    folder.rename(environment.CLONE / "elsewhere")
+    environment.VENV.write_text("precious")
 
 
 @pytest.mark.parametrize("extras", [(), ("lab",), (TEXT_ONLY,)])
@@ -195,67 +195,67 @@ def test_environment_that_this_clone_did_not_create_is_never_emptied(
         building = {"building": True} if state == "building" else {"made_from": "x", "extras": ["lab", "torch"]}
         (other / "labkit.json").write_text(json.dumps({"place": str(other)} | building))
     arranged(other)
-    with pytest.raises(bootstrap.SetupError) as caught:
-        bootstrap.ensure(extras, ["runs"])
+    with pytest.raises(environment.SetupError) as caught:
+        environment.ensure(extras, ["runs"])
     message = str(caught.value)
-    assert str(bootstrap.VENV) in message and "\n" not in message
+    assert str(environment.VENV) in message and "\n" not in message
     assert (says if state == "none" or arranged in (link, moved, a_file) else "was created as") in message
     if arranged is link:
-        assert intact() and bootstrap.VENV.is_symlink()
+        assert intact() and environment.VENV.is_symlink()
     else:
-        file = bootstrap.VENV if arranged is a_file else bootstrap.VENV / "precious.txt"
+        file = environment.VENV if arranged is a_file else environment.VENV / "precious.txt"
         assert file.read_text() == "precious"
 
 
 def test_a_linked_environment_is_not_this_clone_s_own(place, monkeypatch, tmp_path):
     (tmp_path / "other").mkdir()
     monkeypatch.setattr(environment.sys, "prefix", str(tmp_path / "other"))
-    bootstrap.VENV.symlink_to(tmp_path / "other")
+    environment.VENV.symlink_to(tmp_path / "other")
     assert not environment.is_own()
-    bootstrap.VENV.unlink()
-    bootstrap.VENV.mkdir()
-    monkeypatch.setattr(environment.sys, "prefix", str(bootstrap.VENV))
+    environment.VENV.unlink()
+    environment.VENV.mkdir()
+    monkeypatch.setattr(environment.sys, "prefix", str(environment.VENV))
     assert environment.is_own()
 
 
 def test_an_environment_of_the_user_at_that_place_is_completed_and_never_becomes_the_clone_s_own(calls, monkeypatch):
     having(monkeypatch, lacks=["rich"], torch=False)
-    intact = kept(bootstrap.VENV)
+    intact = kept(environment.VENV)
     with pytest.raises(Handed):
-        bootstrap.ensure((), ["runs"])  # hands over to its Python, which lacks something, too
+        environment.ensure((), ["runs"])  # hands over to its Python, which lacks something, too
     having(monkeypatch, lacks=["rich"], torch=False, own=True)
     with pytest.raises(Handed):
-        bootstrap.ensure((), ["runs"])
+        environment.ensure((), ["runs"])
     assert [call[0] for call in calls] == ["become", "install", "become"]
-    assert "place" not in json.loads(bootstrap.STATE.read_text())
-    bootstrap.VENV_PYTHON.unlink()
+    assert "place" not in json.loads(environment.STATE.read_text())
+    environment.VENV_PYTHON.unlink()
     having(monkeypatch, lacks=["rich"], torch=False)
-    with pytest.raises(bootstrap.SetupError, match="was not created by this clone"):
-        bootstrap.ensure((), ["runs"])
-    assert not intact() and (bootstrap.VENV / "precious.txt").exists()  # the test removed the Python
+    with pytest.raises(environment.SetupError, match="was not created by this clone"):
+        environment.ensure((), ["runs"])
+    assert not intact() and (environment.VENV / "precious.txt").exists()  # the test removed the Python
 
 
 def test_creating_again_removes_links_and_not_what_they_lead_to(place, monkeypatch, tmp_path):
     """And whose environment it is stays known at every moment: an interrupted one is created again."""
     intact = kept(tmp_path / "other")
-    kept(bootstrap.VENV)
-    bootstrap.STATE.write_text(json.dumps({"place": str(bootstrap.VENV), "made_from": "x"}))
-    (bootstrap.VENV / "lib").symlink_to(tmp_path / "other")
-    (bootstrap.VENV / "file").symlink_to(tmp_path / "other" / "precious.txt")
+    kept(environment.VENV)
+    environment.STATE.write_text(json.dumps({"place": str(environment.VENV), "made_from": "x"}))
+    (environment.VENV / "lib").symlink_to(tmp_path / "other")
+    (environment.VENV / "file").symlink_to(tmp_path / "other" / "precious.txt")
     made = []
 
     def run(command, **settings):
-        made.append(sorted(path.name for path in bootstrap.VENV.iterdir()))
+        made.append(sorted(path.name for path in environment.VENV.iterdir()))
         assert "--clear" not in command
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bootstrap.subprocess, "run", run)
+    monkeypatch.setattr(environment.subprocess, "run", run)
     with pytest.raises(KeyboardInterrupt):
-        bootstrap._create()
+        environment._create()
     assert made == [["labkit.json"]] and intact()
-    state = json.loads(bootstrap.STATE.read_text())
-    assert state == {"place": str(bootstrap.VENV), "building": True}
-    bootstrap._require_own(state)
+    state = json.loads(environment.STATE.read_text())
+    assert state == {"place": str(environment.VENV), "building": True}
+    environment._require_own(state)
 
 
 # ---- commands that only print text
@@ -265,17 +265,17 @@ def test_a_command_that_prints_text_installs_no_torch(calls, monkeypatch):
     having(monkeypatch, lacks=["rich"], torch=False)
     for _ in range(2):
         with pytest.raises(Handed):
-            bootstrap.ensure((TEXT_ONLY,), ["glossary"])
+            environment.ensure((TEXT_ONLY,), ["glossary"])
     assert [call[0] for call in calls] == ["create", "install", "become", "become"]
     packages = calls[1][1][2:]
     assert {package.partition(">=")[0] for package in packages} >= {"rich", "ruff", "psutil"}
     assert not {package.partition(">=")[0] for package in packages} & {"torch", "jupyterlab", "plotly", "ipywidgets"}
     with pytest.raises(Handed):
-        bootstrap.ensure((), ["run", "ddp"])
+        environment.ensure((), ["run", "ddp"])
     assert [call[0] for call in calls[4:]] == ["install", "become"]
     assert calls[4][1][-1].endswith("[lab,torch]")
     with pytest.raises(Handed):
-        bootstrap.ensure((TEXT_ONLY,), ["glossary"])
+        environment.ensure((TEXT_ONLY,), ["glossary"])
     assert [call[0] for call in calls[6:]] == ["become"]
 
 
@@ -298,7 +298,7 @@ allowed |= {"pygments", "markdown-it-py", "mdurl"}  # those that rich needs
 class Without:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        packages = {one.lower().replace("_", "-") for one in of.get(name.partition(".")[0], ())} - {"labkit"}
+        packages = {package.lower().replace("_", "-") for package in of.get(name.partition(".")[0], ())} - {"labkit"}
         return None if packages and not packages & allowed else PathFinder.find_spec(name, path, target)
 
 sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
@@ -331,16 +331,16 @@ def test_text_is_printed_without_any_other_package(tmp_path):
 
 def test_incomplete_setup_is_an_error_and_not_a_loop(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
-    monkeypatch.setattr(bootstrap, "_runs", lambda command: "missing" not in command[-1])
-    with pytest.raises(bootstrap.SetupError, match="still lacks"):
-        bootstrap.ensure((), ["runs"])
+    monkeypatch.setattr(environment, "_runs", lambda command: "missing" not in command[-1])
+    with pytest.raises(environment.SetupError, match="still lacks"):
+        environment.ensure((), ["runs"])
 
 
 def test_clone_that_cannot_be_written_to(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
-    monkeypatch.setattr(bootstrap.os, "access", lambda path, mode: False)
-    with pytest.raises(bootstrap.SetupError, match="is not writable; clone the project"):
-        bootstrap.ensure((), ["runs"])
+    monkeypatch.setattr(environment.os, "access", lambda path, mode: False)
+    with pytest.raises(environment.SetupError, match="is not writable; clone the project"):
+        environment.ensure((), ["runs"])
     assert calls == []
 
 
@@ -348,10 +348,10 @@ def test_two_starts_take_turns(place):
     order = []
 
     def second() -> None:
-        with Progress(stream=open(os.devnull, "w")) as progress, bootstrap._lock(progress):
+        with Progress(stream=open(os.devnull, "w")) as progress, environment._lock(progress):
             order.append("second")
 
-    with Progress(stream=open(os.devnull, "w")) as progress, bootstrap._lock(progress):
+    with Progress(stream=open(os.devnull, "w")) as progress, environment._lock(progress):
         other = threading.Thread(target=second)
         other.start()
         time.sleep(0.5)
@@ -361,17 +361,17 @@ def test_two_starts_take_turns(place):
 
 
 def test_torch_of_the_base_python_is_pinned_in_a_venv_that_uses_it(place):
-    bootstrap.PINS.parent.mkdir()
-    bootstrap.PINS.write_text("torch==2.10.0+cu128\n")
-    lines = bootstrap._versions().read_text().splitlines()
+    environment.PINS.parent.mkdir()
+    environment.PINS.write_text("torch==2.10.0+cu128\n")
+    lines = environment._versions().read_text().splitlines()
     assert [line for line in lines if line.startswith("torch")] == ["torch==2.10.0+cu128"]
     assert any(line.startswith("plotly==") for line in lines)
 
 
 def test_pip_says_why_it_failed(place, capfd):
     fake = [sys.executable, "-c", "print('Collecting rich'); print('ERROR: no such thing'); raise SystemExit(3)"]
-    with Progress() as progress, pytest.raises(bootstrap.SetupError, match="exit code 3"):
-        bootstrap._install(fake, [], progress)
+    with Progress() as progress, pytest.raises(environment.SetupError, match="exit code 3"):
+        environment._install(fake, [], progress)
     said = capfd.readouterr()
     assert "ERROR: no such thing" in said.err
     assert said.out == ""

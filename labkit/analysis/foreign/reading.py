@@ -1,21 +1,79 @@
-"""Files that are a pickle of plain values or JSON, as torch writes its dumps and snapshots.
+"""How files of other jobs are read, whatever they hold: the content of a file in chunks, decompressed, and a pickle of
+plain values or JSON, as torch writes its dumps and snapshots.
 
-A reader of pickles that contain only plain values: dicts, lists, tuples, texts, numbers, booleans and None.
-
-It is no unpickler with a filter: opcodes that import a name, call something or build an object do not exist here, so a
-file cannot execute anything. Memory and time are proportional to the size of the file. The opcodes: `pickletools` of
-the standard library.
+The reader of pickles knows dicts, lists, tuples, texts, numbers, booleans and None only. It is no unpickler with a
+filter: opcodes that import a name, call something or build an object do not exist here, so a file cannot execute
+anything. Memory and time are proportional to the size of the file. The opcodes: `pickletools` of the standard library.
 """
 
 from __future__ import annotations
 
+import gzip
+import os
 import struct
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
-from labkit.analysis.foreign.page import ForeignError
+from labkit.analysis.foreign import ForeignError
+from labkit.common.units import size
+
+# ---- the content of a file, in chunks
+
+_GZIP = b"\x1f\x8b"
+_CHUNK = 4 << 20  # bytes
+_LARGEST_FILE = 16 << 30  # bytes, decompressed
+
+
+_watcher: ContextVar[Callable[[Path, float], None]] = ContextVar("watcher", default=lambda path, share: None)
+
+
+@contextmanager
+def watched(watcher: Callable[[Path, float], None]) -> Iterator[None]:
+    """Within it, `watcher` is called with the path of a file and the share that has been read of it, for each chunk."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+class Content:
+    """The decompressed content of an open file. `cut` says why it ends early, and is empty if it does not."""
+
+    def __init__(self, file: BinaryIO, path: Path):
+        self._path, self._read, self.cut = path, 0, ""
+        self._raw, self._size = file, max(1, os.fstat(file.fileno()).st_size)
+        compressed = file.read(len(_GZIP)) == _GZIP
+        file.seek(0)
+        self._file: Any = gzip.GzipFile(fileobj=file) if compressed else file
+
+    def read(self, most: int = 0) -> bytes:
+        """Further bytes, a chunk or at most `most`; empty at the end. Raises `ForeignError` for a file that is too
+        large."""
+        data, missing = bytearray(), most or _CHUNK
+        try:
+            while missing > 0 and (some := self._file.read1(missing)):
+                data += some
+                missing -= len(some)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            self.cut = f"its compressed data is damaged ({error})"
+        self._read += len(data)
+        _watcher.get()(self._path, self._raw.tell() / self._size)
+        if self._read > _LARGEST_FILE:
+            raise ForeignError(
+                f"{self._path} has more than {size(_LARGEST_FILE)} of events; profile fewer steps:"
+                " torch.profiler.schedule(active=3)"
+            )
+        return bytes(data)
+
+
+# ---- a pickle of plain values, or JSON
 
 _LONGEST_INTEGER = 32  # bytes
 
