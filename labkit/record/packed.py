@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from zlib import error as ZlibError
 
 from labkit.common.arguments import shown
-from labkit.common.files import user_cache
-from labkit.common.reading import open_regular, read_regular
+from labkit.common.files import open_regular, read_regular, user_cache
 from labkit.common.units import counted, size
 from labkit.record.files import is_plain
 

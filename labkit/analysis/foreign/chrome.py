@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.analysis.foreign.page import ForeignError
-from labkit.common.reading import open_regular
+from labkit.common.files import open_regular
 from labkit.common.units import counted, size
 
 Numbers = NDArray[np.float64]

@@ -16,7 +16,7 @@ from labkit.analysis.diagnose.finding import Finding, shorter
 from labkit.analysis.foreign.chrome import Content
 from labkit.analysis.foreign.page import ForeignError, Page, Table
 from labkit.analysis.foreign.pickles import as_dict, as_number
-from labkit.common.reading import open_regular
+from labkit.common.files import open_regular
 from labkit.common.units import counted, size, some_ranks
 from labkit.record.events import parse
 from labkit.record.stacks import place

@@ -25,7 +25,7 @@ from labkit.analysis.foreign.breakdown import operation
 from labkit.analysis.foreign.chrome import Content
 from labkit.analysis.foreign.page import ForeignError, Page, Table, present
 from labkit.analysis.foreign.pickles import as_dict, as_list, as_number, plain_value
-from labkit.common.reading import open_regular
+from labkit.common.files import open_regular
 from labkit.common.units import counted, ranks_in_words, size
 from labkit.record.events import RANKS, Call, OfRank, Timeline
 

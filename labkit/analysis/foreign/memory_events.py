@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from labkit.analysis.foreign.chrome import Content
 from labkit.analysis.foreign.page import ForeignError
 from labkit.analysis.foreign.pickles import as_dict, as_list, as_number, plain_value
-from labkit.common.reading import open_regular
+from labkit.common.files import open_regular
 from labkit.common.units import size
 
 # ---- the file

@@ -13,8 +13,8 @@ from labkit.analysis.diagnose.finding import shorter
 from labkit.analysis.foreign import debug_server, flight_recorder, logs, memory_snapshot, profiles, ras
 from labkit.analysis.foreign.chrome import Content, read_profile
 from labkit.analysis.foreign.page import ForeignError, Page
-from labkit.common.reading import is_folder, open_regular
-from labkit.record.garbage import uncollected
+from labkit.common.files import is_folder, open_regular
+from labkit.record.stacks import uncollected
 
 _PICKLE = b"\x80"  # of protocol 2 or later
 _HEAD = 1 << 16  # bytes in which a file says what it is

@@ -20,7 +20,7 @@ from labkit.analysis.diagnose.ras import STATUS, calls, differing, members, name
 from labkit.analysis.foreign.chrome import Content
 from labkit.analysis.foreign.page import ForeignError, Page, Table
 from labkit.analysis.foreign.pickles import as_dict, as_list, as_number
-from labkit.common.reading import open_regular
+from labkit.common.files import open_regular
 from labkit.common.units import counted, size, some_ranks
 from labkit.record.events import Communicator, RasAlike, RasRank, parse
 

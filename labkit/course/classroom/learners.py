@@ -21,8 +21,7 @@ from msgspec import Struct
 from labkit.analysis.diagnose import NAMES
 from labkit.analysis.diagnose.finding import shorter
 from labkit.analysis.guess import FIGURES
-from labkit.common.files import MARK, require_replaceable, write_atomically
-from labkit.common.reading import open_regular
+from labkit.common.files import MARK, open_regular, require_replaceable, write_atomically
 from labkit.common.units import counted, size
 from labkit.course.exercises import LABS, Noted, exercises
 from labkit.record.documents import Guesses, SpecFields, Status, Summary, Unreadable, decoded

@@ -21,8 +21,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 
 from labkit.common.arguments import shown
-from labkit.common.files import write_atomically, write_output
-from labkit.common.reading import read_regular
+from labkit.common.files import read_regular, write_atomically, write_output
 from labkit.launch.job import Job
 from labkit.launch.local import import_path
 from labkit.record.folder import RunFolder

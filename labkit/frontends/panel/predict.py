@@ -26,8 +26,7 @@ from labkit.prediction.predict import cached, predict
 from labkit.prediction.timing import modelled, timed
 from labkit.prediction.tracer import TRACER, Cancelled, TraceFailed
 from labkit.record.documents import Plan
-from labkit.record.startup import is_starting, table
-from labkit.record.state import RunState
+from labkit.record.state import RunState, is_starting, start_table
 from labkit.runs.guesses import Guess, check_guess, guess, withdraw
 
 # ---- the learner's own guess
@@ -343,7 +342,7 @@ def _sent(spec: Spec, flows: Sequence[Flow] | None) -> str:
 
 def startup_html(state: RunState) -> str:
     """The start-up milestones of each rank, with the seconds since launch."""
-    head, *rows = table(state)
+    head, *rows = start_table(state)
     return _table(head, rows)
 
 
