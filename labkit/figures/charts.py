@@ -22,8 +22,8 @@ from labkit.figures.model import Axis, Bars, Chart, Derived, Line, Marks, Spans
 from labkit.record.documents import PredictedStep
 from labkit.record.events import MemoryStep, Owners, Span, Timeline
 from labkit.record.ranks import OtherLosses, RankState
+from labkit.record.reader import Column
 from labkit.record.state import RunState
-from labkit.record.steps import Column
 from labkit.record.writer import OWNERS, PHASES
 
 

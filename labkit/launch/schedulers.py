@@ -10,8 +10,8 @@ from labkit.launch import kubeflow, slurm
 from labkit.launch.job import start_supervisor
 from labkit.launch.warm.client import Cold
 from labkit.record.folder import RunFolder
+from labkit.record.follow import hidden_supervisor, is_here, supervisor_of
 from labkit.record.state import OVER
-from labkit.record.status import hidden_supervisor, is_here, supervisor_of
 
 # By name: `start` submits a run, and `plan_again` makes the launch plan of a new supervisor.
 SCHEDULERS = {slurm.ENGINE: slurm, kubeflow.ENGINE: kubeflow}

@@ -29,8 +29,7 @@ from labkit.record.documents import (
     read_document,
 )
 from labkit.record.events import RANKS, Recorded
-from labkit.record.files import NotPlain, is_plain, names_below, open_below, read_below
-from labkit.record.logs import KEEP, LogTail, search
+from labkit.record.files import KEEP, LogTail, NotPlain, is_plain, names_below, open_below, read_below, search
 from labkit.record.reader import Reader
 from labkit.record.writer import steps_path
 

@@ -39,8 +39,8 @@ from labkit.record.ranks import (
     repeated_note,
     uneven_note,
 )
+from labkit.record.reader import Block, number
 from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped
-from labkit.record.steps import Block, number
 from labkit.record.writer import OWNERS, STARTUP
 
 OVER = ("finished", "failed", "stopped", "lost", "imported")

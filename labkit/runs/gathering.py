@@ -21,8 +21,7 @@ from labkit.launch.schedulers import SCHEDULERS
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import Status
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower, torch_of
-from labkit.record.status import is_over
+from labkit.record.follow import Follower, is_over, torch_of
 from labkit.record.writer import steps_path
 from labkit.runs.handle import Run, named, with_ranks
 from labkit.setup.environment import has

@@ -37,9 +37,8 @@ from labkit.launch.job import Job
 from labkit.record.documents import plain
 from labkit.record.events import parse
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower, Recording, recorded_words
+from labkit.record.follow import Follower, Recording, is_over, recorded_words
 from labkit.record.state import RunState
-from labkit.record.status import is_over
 from labkit.record.writer import steps_path
 
 # ---- mutations of a recorded file

@@ -28,8 +28,8 @@ from labkit.record.documents import Guesses, SpecFields, Status, Summary, Unread
 from labkit.record.events import parse
 from labkit.record.files import NotPlain, is_plain, names_below, read_below
 from labkit.record.folder import RunFolder
+from labkit.record.follow import current_status
 from labkit.record.state import OVER
-from labkit.record.status import current
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
 
@@ -106,7 +106,7 @@ class InFolder:
 
     def state(self, run: str, status: Status) -> Status:
         try:
-            return current(RunFolder(self._place / run))
+            return current_status(RunFolder(self._place / run))
         except (Unreadable, OSError):
             return status
 

@@ -32,9 +32,8 @@ from labkit.figures.machine import as_json, film, stills
 from labkit.frontends.handout.execute import write
 from labkit.plan.script import write_script
 from labkit.plan.spec import SpecError
-from labkit.record.files import NotPlain
+from labkit.record.files import LogTail, NotPlain
 from labkit.record.folder import STREAMS, RunFolder
-from labkit.record.logs import LogTail
 from labkit.record.state import RunState
 
 # ---- the figures of a page

@@ -19,10 +19,9 @@ from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import Guesses, SpecFields, plain
 from labkit.record.files import NotPlain
 from labkit.record.folder import RunFolder, runs_root
-from labkit.record.follow import Follower
+from labkit.record.follow import Follower, current_status
 from labkit.record.packed import SHIPPED, shipped_like
 from labkit.record.state import OVER, RunState
-from labkit.record.status import current
 
 # ---- recorded runs in place of new ones
 
@@ -36,7 +35,7 @@ class RecordedRuns:
     def __init__(self, root: Path):
         self._root = root
         runs, self._unreadable = RunFolder.readable(RunFolder.all(root))
-        self._runs = [folder for folder in reversed(runs) if current(folder).state in OVER]
+        self._runs = [folder for folder in reversed(runs) if current_status(folder).state in OVER]
         specs = {folder.name: _complete(folder.read_spec()) for folder in self._runs}
         self._asked = {folder.name: _asked(specs[folder.name], _text(folder)) for folder in self._runs}
 

@@ -20,8 +20,8 @@ from labkit.frontends.magic.widgets import Widgets
 from labkit.launch.watchdog import temporary
 from labkit.plan.spec import Spec
 from labkit.record.channel import receive, send, socket_name
+from labkit.record.files import LogTail
 from labkit.record.folder import STREAMS
-from labkit.record.logs import LogTail
 from labkit.runs.handle import Run, begin
 
 KEPT = 400  # newest lines of one stream that are shown

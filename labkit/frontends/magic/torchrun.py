@@ -28,8 +28,8 @@ from labkit.frontends.magic.output import (
 )
 from labkit.launch.job import LaunchError
 from labkit.record.documents import Failure
+from labkit.record.files import LogTail
 from labkit.record.folder import STREAMS
-from labkit.record.logs import LogTail
 from labkit.record.state import RunState
 from labkit.runs.handle import Run, begin
 from labkit.runs.notebook import headless, in_notebook

@@ -22,9 +22,8 @@ from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import SpecFields
 from labkit.record.files import NotPlain
 from labkit.record.folder import RunFolder
-from labkit.record.follow import is_recorded, recorded_words
+from labkit.record.follow import current_status, is_recorded, recorded_words
 from labkit.record.packed import MARK, shipped, shipped_like
-from labkit.record.status import current
 from labkit.setup import environment
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
@@ -276,7 +275,7 @@ def find(name: str | os.PathLike[str]) -> RunFolder:
 def under_way() -> str:
     """What trains on this machine already, in a sentence; empty if nothing does."""
     folders = [folder for folder in RunFolder.all()[: -_NEWEST - 1 : -1] if not folder.trouble()]
-    names = [folder.name for folder in folders if current(folder).state in ("starting", "running")]
+    names = [folder.name for folder in folders if current_status(folder).state in ("starting", "running")]
     if not names:
         return ""
     return f"{names[0]} is under way, and would share the cores with another run; show({names[0]!r}) shows it"
@@ -315,7 +314,7 @@ def label(folder: RunFolder) -> str:
     """A line for a list of runs: `03 Mar 14:05 · DDP · CNN, 40 steps · 2 ranks · finished`."""
     if why := folder.trouble():
         return visible_line(f"{folder.name} · unreadable: {why}")
-    asked, status = folder.read_spec(), current(folder)
+    asked, status = folder.read_spec(), current_status(folder)
     when = time.strftime("%d %b %H:%M", time.localtime(status.started)) if status.started else folder.name
     strategy = STRATEGIES.get(asked.strategy)
     what = strategy.title if strategy else Path(str(asked.script or folder.name)).name

@@ -31,9 +31,9 @@ from labkit.frontends.panel.replay import Replay
 from labkit.frontends.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of, what_html
 from labkit.plan.spec import Spec
 from labkit.record.documents import Plan, SpecFields, plain
+from labkit.record.files import LogTail
 from labkit.record.folder import STREAMS, RunFolder
 from labkit.record.follow import Follower, Recording
-from labkit.record.logs import LogTail
 from labkit.record.state import RunState
 from labkit.runs.handle import Run
 from labkit.runs.notebook import headless
