@@ -22,9 +22,7 @@ from msgspec.structs import replace
 from labkit.analysis.theory import states, theory
 from labkit.analysis.theory.states import six_nd
 from labkit.common.files import user_cache, write_atomically
-from labkit.plan.fields import SpecError
-from labkit.plan.settling import check_available
-from labkit.plan.spec import Spec
+from labkit.plan.spec import Spec, SpecError, check_available
 from labkit.prediction.devices import DEVICES, HERE, Device
 from labkit.prediction.fitting import on_gpus, peak_of, with_fit
 from labkit.prediction.tracer import TRACER, TraceFailed, classes, joined, never, traced

@@ -25,7 +25,7 @@ events and documents with hypothesis. `tests/recorded/` has folders of an earlie
 
 Events and steps. `record/writer.py` is what every rank imports, with the standard library only: the writer, which
 keeps lines whole on a full disk, and the layout of the step file. `record/reader.py` reads both files of a rank in
-one order, waits for half a line, counts a broken one, and has its steps as columns. `record/clock.py` is the clock of a run: Unix seconds at
+one order, waits for half a line, and counts a broken one. `record/clock.py` is the clock of a run: Unix seconds at
 its start, continued by the monotonic clock, the same in all of its processes. Rare events are JSON lines in
 `events/rankN.jsonl`. Steps are binary records of 88 bytes in `events/rankN.steps`, whose columns are a numpy dtype
 (`head -1` shows it), each appended in one write: 8 ranks × 100,000 steps take 70 MB and open in less than two seconds

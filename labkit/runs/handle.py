@@ -29,8 +29,7 @@ from labkit.launch.schedulers import follow_again
 from labkit.launch.warm.client import prepare
 from labkit.plan.nodes import Node
 from labkit.plan.script import write_script
-from labkit.plan.settling import default_precision
-from labkit.plan.spec import Spec, SpecError, bounds_of, check_fields
+from labkit.plan.spec import Spec, SpecError, bounds_of, check_fields, default_precision
 from labkit.prediction.predict import cached
 from labkit.record.documents import plain
 from labkit.record.files import whole

@@ -18,8 +18,7 @@ from labkit.frontends.panel.recorded import Install, Instead, Recorded, find_all
 from labkit.frontends.panel.view import RunView, StaticFigures, display_static, style, wait_and_display
 from labkit.frontends.panel.words import sentence_html
 from labkit.launch.warm.client import prepare
-from labkit.plan.settling import check_available
-from labkit.plan.spec import Spec, SpecError
+from labkit.plan.spec import Spec, SpecError, check_available
 from labkit.record.documents import SpecFields, Unreadable
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower, recorded_words
