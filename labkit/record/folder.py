@@ -268,7 +268,7 @@ class RunFolder:
         return self.events / f"rank{rank}.jsonl"
 
     def position_of(self, rank: int) -> Path:
-        """The last known line of one rank's script; see probe/waiting.py."""
+        """The last known line of one rank's script; see probe/threads.py."""
         return self.path / "stacks" / f"rank{rank}.position.json"
 
     def crash_of(self, rank: int) -> Path:
