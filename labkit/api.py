@@ -15,11 +15,9 @@ from typing import Any, overload
 from labkit.analysis.foreign.opening import explain as pages_of
 from labkit.analysis.guess import FIGURES
 from labkit.common.arguments import check_flag, check_path, check_type
-from labkit.figures.advice import Advised
+from labkit.figures.advice import Advised, Comparison, Estimated
 from labkit.figures.atlas import Atlas
-from labkit.figures.estimated import Comparison, Estimated
-from labkit.figures.explained import Explained
-from labkit.figures.prediction import Prediction
+from labkit.figures.tables import Explained, Prediction
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import HERE, device
 from labkit.prediction.predict import predict as plan_of

@@ -41,15 +41,13 @@ from labkit.course.classroom.page import about as class_about
 from labkit.course.classroom.page import cells as class_cells
 from labkit.course.classroom.page import title as class_title
 from labkit.figures.advice import HEADS as ADVICE_HEADS
-from labkit.figures.advice import MISFIT_HEADS, Advised, Scaled
+from labkit.figures.advice import MISFIT_HEADS, Advised, Comparison, Estimated, Scaled
 from labkit.figures.atlas import EVIDENCE_HEADS, Atlas
 from labkit.figures.atlas import HEADS as ATLAS_HEADS
 from labkit.figures.charts import timeline
 from labkit.figures.colours import PHASES as PHASE_COLOURS
 from labkit.figures.colours import rank_colour
-from labkit.figures.estimated import Comparison, Estimated
-from labkit.figures.explained import NO_FINDINGS, Explained
-from labkit.figures.prediction import Prediction
+from labkit.figures.tables import NO_FINDINGS, Explained, Prediction
 from labkit.frontends.console import Console
 from labkit.launch.leases import Ticket, devices, duration
 from labkit.record.documents import Summary, UnreadableRun

@@ -31,8 +31,7 @@ from IPython.utils.tokenutil import token_at_cursor
 from labkit.common.arguments import shown
 from labkit.common.text import escape, visible
 from labkit.common.units import size
-from labkit.figures.prediction import table_html
-from labkit.figures.tables import table_text
+from labkit.figures.tables import table_html, table_text
 from labkit.frontends.magic.cell import KEEP, Cell, CellError, check_body, words_of
 from labkit.frontends.magic.group import Group, Message, RanksGone
 from labkit.frontends.magic.output import (

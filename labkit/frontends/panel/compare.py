@@ -15,7 +15,7 @@ from labkit.analysis.changes import Difference, of_folders
 from labkit.analysis.comparison import HEADS, Row, alike, cells, newest, recorded, recorded_elsewhere, sentences
 from labkit.common.text import escape
 from labkit.figures import comparison as pictures
-from labkit.figures.prediction import table_html
+from labkit.figures.tables import table_html
 from labkit.frontends.panel import widgets
 from labkit.frontends.panel.recorded import label
 from labkit.frontends.panel.view import style

@@ -11,7 +11,7 @@ from typing import Any
 
 from labkit.analysis.foreign.page import Page
 from labkit.common.text import escape
-from labkit.figures.explained import Explained
+from labkit.figures.tables import Explained
 from labkit.frontends.panel import widgets
 from labkit.frontends.panel.words import sentence_html, state_html
 from labkit.record.folder import RunFolder

@@ -15,8 +15,7 @@ from labkit.analysis.theory import Flow, states, theory
 from labkit.common.text import escape
 from labkit.common.units import counted, size
 from labkit.figures import rank_colour
-from labkit.figures.prediction import Prediction, table_html
-from labkit.figures.tables import guess_html
+from labkit.figures.tables import Prediction, guess_html, table_html
 from labkit.frontends.panel import widgets
 from labkit.frontends.panel.words import sentence_html
 from labkit.launch.warm.client import tracing
