@@ -253,8 +253,11 @@ class Advised:
         """The common rule, what is not shown, and the assumptions."""
         said = [*self.rule, *self._not_shown()]
         accelerator = self.advice.training.accelerator
-        efficiency = f"{accelerator.efficiency:.0%} of the peak of {accelerator.name} in large matrix products ({accelerator.sources['efficiency']})"
-        said.append(f"Assumed: {efficiency}; {USABLE:.0%} of the memory can be used ({RESERVED_FOR}).")
+        reached = f"{accelerator.efficiency:.0%} of the peak of {accelerator.name} in large matrix products"
+        said.append(
+            f"Assumed: {reached} ({accelerator.sources['efficiency']}); {USABLE:.0%} of the memory can be used"
+            f" ({RESERVED_FOR})."
+        )
         return [*said, EVIDENCE]
 
     def _not_shown(self) -> list[str]:

@@ -74,8 +74,8 @@ differently; `prediction/scale/step.py` makes it an `Estimate`, with each rule a
 an accelerator and a network reach is in `prediction/devices.py`, or in a file that `prediction/scale/asked.py` reads.
 `prediction/scale/advice.py` tries all layouts, and all numbers of devices. `prediction/scale/check.py` compares
 estimates with published runs; constants that were fitted are in these tables only, never next to a case. The formulas
-of the states are those of `analysis/theory/`, and a test compares them with the trace. `figures/advice.py` and
-`figures/advice.py` display the results.
+of the states are those of `analysis/theory/`, and a test compares them with the trace. `figures/advice.py`
+displays the results.
 
 `prediction/scale/published.csv.gz` has published runs on real GPUs, verbatim, and `prediction/scale/published.py`
 reads them as a `Training`, a `Layout` and what was measured. `prediction/scale/atlas.py` selects some of them, ranks
