@@ -32,7 +32,7 @@ from labkit.frontends.console import Console
 from labkit.frontends.handout.run import RunError, run_page
 from labkit.frontends.panel.charts import Feed
 from labkit.frontends.panel.recorded import label
-from labkit.frontends.panel.words import finding_html, progress_html, state_html
+from labkit.frontends.panel.widgets import finding_html, progress_html, state_html
 from labkit.launch.job import Job
 from labkit.record.documents import plain
 from labkit.record.events import parse

@@ -14,7 +14,7 @@ import ipywidgets
 from labkit.common.arguments import shown
 from labkit.common.text import escape
 from labkit.frontends.panel import widgets
-from labkit.frontends.panel.words import devices_of, shared_cores
+from labkit.frontends.panel.widgets import devices_of, shared_cores
 from labkit.plan.spec import (
     DEFAULT,
     Spec,

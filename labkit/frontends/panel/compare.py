@@ -19,7 +19,7 @@ from labkit.figures.tables import table_html
 from labkit.frontends.panel import widgets
 from labkit.frontends.panel.recorded import label
 from labkit.frontends.panel.view import style
-from labkit.frontends.panel.words import sentence_html
+from labkit.frontends.panel.widgets import sentence_html
 from labkit.plan.spec import SpecError
 from labkit.record.folder import RunFolder
 from labkit.record.follow import is_recorded, recorded_words

@@ -17,7 +17,7 @@ from labkit.common.units import counted, size
 from labkit.figures import rank_colour
 from labkit.figures.tables import Prediction, guess_html, table_html
 from labkit.frontends.panel import widgets
-from labkit.frontends.panel.words import sentence_html
+from labkit.frontends.panel.widgets import sentence_html
 from labkit.launch.warm.client import tracing
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import ACCELERATED, DEVICES, HERE
