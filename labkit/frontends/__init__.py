@@ -22,11 +22,11 @@ They contain no logic and do not know each other.
   writes it to the `train.py` of the run folder and follows its run, `frontends/magic/output.py` formats what is shown.
   `frontends/magic/kept.py` is `%%torchrun N --keep` and `%%ranks`: one run whose script, `probe/cells.py`, runs the
   cells that it is sent. `report` is the only part here that runs in the ranks.
-- Handouts. `frontends/handout/execute.py` runs a lab in a kernel of this Python, over pipes, in a temporary folder.
+- Handouts. `frontends/handout/execute.py` runs a lab in a kernel of this Python, over pipes, in a temporary folder,
+  or with runs from a folder instead of new ones.
   `frontends/handout/lab.py` links terms to their definitions; `frontends/handout/clean.py` sanitises the HTML of
   cells by lists, as the last step. What the lab writes itself is escaped and not sanitised:
   `frontends/handout/page.py` lays out the results of a run, and assembles the page with plotly.js in it once,
   gzipped. The content security policy of the page identifies its two programs by their hash.
-  `frontends/handout/run.py` uses runs from a folder instead of new ones.
 - Doctor. `frontends/doctor.py` reports what the machine can do.
 """

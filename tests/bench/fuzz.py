@@ -29,7 +29,7 @@ from labkit.figures.as_plotly import parts
 from labkit.figures.tables import findings_html, ledger_html, ranks_html
 from labkit.frontends import terminal
 from labkit.frontends.console import Console
-from labkit.frontends.handout.run import RunError, run_page
+from labkit.frontends.handout.page import RunError, run_page
 from labkit.frontends.panel.charts import Feed
 from labkit.frontends.panel.recorded import label
 from labkit.frontends.panel.widgets import finding_html, progress_html, state_html

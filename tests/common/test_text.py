@@ -23,7 +23,7 @@ from labkit.figures.charts import CHARTS
 from labkit.figures.tables import Findings
 from labkit.frontends import terminal
 from labkit.frontends.console import Console
-from labkit.frontends.handout.run import run_page
+from labkit.frontends.handout.page import run_page
 from labkit.frontends.magic.output import RankOutput, Shown
 from labkit.frontends.panel.lab import Lab
 from labkit.record.folder import RunFolder

@@ -41,7 +41,9 @@ def opened(lab: Lab) -> Lab:
 
 def test_a_recorded_run_plays_in_the_panel_at_its_own_speed(recorded, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("labkit.frontends.panel.recorded.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(
+        "labkit.frontends.panel.recorded.time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock[0]})
+    )
     lab = opened(Lab(recorded="last"))
     view, replay = lab._view, lab._view.replay
     assert "DDP: CNN on digits, 2 ranks" in lab._recorded.title.value
