@@ -28,7 +28,7 @@ from labkit.prediction.scale.check import check as check_rows
 from labkit.prediction.scale.step import estimate
 from labkit.prediction.timing import modelled, timed
 from labkit.record.follow import Follower
-from labkit.runs import importing
+from labkit.runs import gathering
 from labkit.runs.comparing import Comparing, plan
 from labkit.runs.handle import Run, named, with_ranks
 from labkit.runs.notebook import cell, in_notebook
@@ -99,9 +99,9 @@ def explain(*paths: str | os.PathLike[str], keep: str | None = None) -> Explaine
     """
     if not paths:
         raise ValueError("explain needs the path of a file or folder, such as explain('traces/')")
-    name = None if keep is None else importing.check_name(keep)
+    name = None if keep is None else gathering.check_name(keep)
     pages = pages_of([Path(check_path("path", path)) for path in paths])
-    return Explained(pages, "" if name is None else importing.keep(pages, name).name)
+    return Explained(pages, "" if name is None else gathering.keep_files(pages, name).name)
 
 
 def predict(what: str | Spec, *, machine: str | None = None, **fields: Any) -> Prediction:

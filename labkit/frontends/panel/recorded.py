@@ -587,11 +587,11 @@ class OpenTab:
     def _keep(self, pages: Sequence[Page], path: Path) -> RunFolder:
         """The run of these files. A click on Open also leaves the field with the paths, which opens them already: the
         same files become one run."""
-        from labkit.runs.importing import keep, name_for
+        from labkit.runs.gathering import keep_files, name_for
 
         files = [(file, file.stat().st_mtime_ns) for page in pages for file in page.files]
         if self._kept is None or self._kept[0] != files or not self._kept[1].path.is_dir():
-            self._kept = files, keep(pages, name_for(path))
+            self._kept = files, keep_files(pages, name_for(path))
         return self._kept[1]
 
 
