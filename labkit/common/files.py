@@ -162,8 +162,8 @@ def check_folder(folder: Path) -> None:
     """Raises `NotOurs` unless only this user owns and can enter the folder, and `FileNotFoundError` if it does not
     exist.
     """
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise NotOurs(f"{folder} must be a folder of this user with mode 0700")
 
 

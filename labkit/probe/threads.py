@@ -213,8 +213,8 @@ class ReplicaWatch:
         """A step is over: writes the figures of its replicas, and the extra work of replica 0."""
         if not self._found:
             return
-        found, self._found = self._found, {}
-        replicas = [{"replica": number} | found[name] for number, name in enumerate(sorted(found))]
+        by_name, self._found = self._found, {}
+        replicas = [{"replica": number} | by_name[name] for number, name in enumerate(sorted(by_name))]
         gradients = [p.grad.nbytes for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         others = replicas[1:]
         extra = {

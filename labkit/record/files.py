@@ -92,15 +92,15 @@ def _parts(root: Path, path: Path) -> tuple[str, ...]:
     return parts
 
 
-def _require_regular(found: os.stat_result, name: str) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _require_regular(status: os.stat_result, name: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
         kinds = (
             (stat.S_ISLNK, "symbolic link"),
             (stat.S_ISFIFO, "FIFO"),
             (stat.S_ISDIR, "directory"),
             (stat.S_ISSOCK, "socket"),
         )
-        kind = next((words for is_kind, words in kinds if is_kind(found.st_mode)), "device")
+        kind = next((words for is_kind, words in kinds if is_kind(status.st_mode)), "device")
         raise NotPlain(f"{name} is a {kind}, not a regular file")
 
 
@@ -148,13 +148,13 @@ def _compared(root: Path, parents: list[str], name: str) -> int:
 
 
 def _look(root: Path, parents: list[str], name: str) -> list[os.stat_result]:
-    found, path = [], root
+    stats, path = [], root
     for part in (*parents, name):
         path = path / part
-        found.append(os.lstat(path))
-        if stat.S_ISLNK(found[-1].st_mode) or getattr(found[-1], "st_reparse_tag", 0) == _JUNCTION:
+        stats.append(os.lstat(path))
+        if stat.S_ISLNK(stats[-1].st_mode) or getattr(stats[-1], "st_reparse_tag", 0) == _JUNCTION:
             raise NotPlain(f"{part} is a symbolic link, which is not followed")
-    return found
+    return stats
 
 
 @contextmanager
@@ -328,12 +328,12 @@ def search(
     """The first `limit` lines that contain `text`, as (number from 0, line); case-insensitive for A to Z. Reads block
     by block.
     """
-    found: list[tuple[int, str]] = []
+    lines: list[tuple[int, str]] = []
     wanted, number, rest = text.encode().lower(), 0, b""
     if not wanted:
         return []
     with opened(path) as file:
-        while len(found) < limit:
+        while len(lines) < limit:
             block = file.read(_BLOCK)
             whole, cut, rest = (rest + block).rpartition(b"\n") if block else (rest, b"", b"")
             if not cut and len(rest) > _NEAR:  # split an endless line, such as a progress bar, to bound memory
@@ -342,11 +342,11 @@ def search(
                 matches = (
                     (number + index, line) for index, line in enumerate(whole.split(b"\n")) if wanted in line.lower()
                 )
-                found += [(at, _text(line)) for at, line in matches]
+                lines += [(at, _text(line)) for at, line in matches]
             if not block:
                 break
             number += whole.count(b"\n") + len(cut)
-    return found[:limit]
+    return lines[:limit]
 
 
 def _text(line: bytes) -> str:

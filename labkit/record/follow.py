@@ -258,8 +258,8 @@ class Follower:
 
 def _documents(folder: RunFolder) -> list[SpecFields | Plan | Guesses | Imported]:
     """What a run folder says before the first event."""
-    found = (folder.read_spec(), folder.read_prediction(), folder.read_guess(), folder.read_imported())
-    return [document for document in found if document is not None]
+    documents = (folder.read_spec(), folder.read_prediction(), folder.read_guess(), folder.read_imported())
+    return [document for document in documents if document is not None]
 
 
 # ---- replay

@@ -69,10 +69,10 @@ def per_revision(
     @functools.wraps(compute)
     def known(state: RunState, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Derived:
         revision, key = state.revision, (compute, args, tuple(kwargs.items()))
-        found = state.derived.get(key)
-        if found is None or found[0] != revision:
-            found = state.derived[key] = revision, compute(state, *args, **kwargs)
-        return found[1]
+        derived = state.derived.get(key)
+        if derived is None or derived[0] != revision:
+            derived = state.derived[key] = revision, compute(state, *args, **kwargs)
+        return derived[1]
 
     return known
 

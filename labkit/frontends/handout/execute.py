@@ -342,12 +342,12 @@ def stand_in(folder: str) -> None:
         guess: Guesses | None = None,
         **others: Any,
     ) -> Job:
-        found = recorded.take(spec, source)
-        if found is None:
+        recording = recorded.take(spec, source)
+        if recording is None:
             return start_now(spec, root=root, source=source, guess=guess, **others)
-        place = (root or runs_root()) / found.name
+        place = (root or runs_root()) / recording.name
         again = len([*place.parent.glob(f"{place.name}*")])  # of shipped runs: others are taken once
-        copied = found.copy(place.with_name(f"{place.name}-{again + 1}") if again else place)
+        copied = recording.copy(place.with_name(f"{place.name}-{again + 1}") if again else place)
         if guess is not None:
             RunFolder.write_json(copied.guess, guess)
         return cls(copied)
