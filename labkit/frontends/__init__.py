@@ -18,8 +18,8 @@ They contain no logic and do not know each other.
 - Class. `frontends/panel/class_view.py` shows a class, which a thread of its own reads again every few seconds, with
   the HTML of `course/classroom/page.py`, as on the page of `labkit class --html`.
 - Terminal. `frontends/terminal.py` draws the same facts from RunState with rich.
-- Magic. `frontends/magic/` is `%%torchrun`: `frontends/magic/cell.py` reads the cell, `frontends/magic/torchrun.py`
-  writes it to the `train.py` of the run folder and follows its run, `frontends/magic/output.py` formats what is shown.
+- Magic. `frontends/magic/` is `%%torchrun`: `frontends/magic/cell.py` reads the cell and formats what is shown,
+  `frontends/magic/torchrun.py` writes it to the `train.py` of the run folder and follows its run.
   `frontends/magic/kept.py` is `%%torchrun N --keep` and `%%ranks`: one run whose script, `probe/cells.py`, runs the
   cells that it is sent. `report` is the only part here that runs in the ranks.
 - Handouts. `frontends/handout/execute.py` runs a lab in a kernel of this Python, over pipes, in a temporary folder,

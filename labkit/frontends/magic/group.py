@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import comm
 
-from labkit.frontends.magic.cell import INITIALISE
-from labkit.frontends.magic.output import counted_ranks, ranks_text
+from labkit.frontends.magic.cell import INITIALISE, counted_ranks, ranks_text
 from labkit.launch.watchdog import temporary
 from labkit.plan.spec import Spec
 from labkit.record.channel import receive, send, socket_name
