@@ -87,7 +87,7 @@ def about(of: Field[Any]) -> About:
     return metadata
 
 
-def declared(default: Any, help: str, **more: Any) -> Any:
+def _declared(default: Any, help: str, **more: Any) -> Any:
     """A field with a default (or a function that makes one) and its metadata, `more` as in `About`."""
     metadata = {"about": About(help, **more)}
     if callable(default):
@@ -100,7 +100,7 @@ def default_of(of: Field[Any]) -> Any:
     return of.default if of.default_factory is MISSING else of.default_factory()
 
 
-def checked(of: Field[Any], value: Any) -> Any:
+def _checked(of: Field[Any], value: Any) -> Any:
     """The value of one field, checked by its metadata alone; `SpecError` if it is invalid."""
     name, known = of.name, about(of)
     if value is None and of.default is None:
@@ -109,28 +109,24 @@ def checked(of: Field[Any], value: Any) -> Any:
         if known.bounds is not None:
             return known.bounds.check("--" + name.replace("_", "-"), value)
         if known.choices and (not isinstance(value, str) or value not in known.choices):
-            raise ValueError(_one_of(name, known.choices, value))
+            raise ValueError(f"{name} must be one of {', '.join(known.choices)}, got {shown(value)}")
         return value if known.check is None else known.check(name, value)
     except (TypeError, ValueError) as error:
         raise SpecError(name, str(error)) from None
 
 
-def options_given(name: str, value: Any) -> dict[str, Any]:
+def _options_given(name: str, value: Any) -> dict[str, Any]:
     """Options by name."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise TypeError(f"{name} must be a dict such as {{'bucket_mb': 10}}, got {shown(value)}")
     return dict(value)
 
 
-def arguments_given(name: str, value: Any) -> tuple[str, ...]:
+def _arguments_given(name: str, value: Any) -> tuple[str, ...]:
     """Arguments of a script."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) and "\0" not in item for item in value):
         raise TypeError(f"{name} must be a list of strings such as ['--lr', '0.1'], got {shown(value)}")
     return tuple(value)
-
-
-def _one_of(name: str, allowed: Iterable[str], value: Any) -> str:
-    return f"{name} must be one of {', '.join(allowed)}, got {shown(value)}"
 
 
 # ---- the Spec
@@ -157,85 +153,89 @@ class Spec:
     value without an effect is refused. Raises `SpecError` for an invalid value or combination of values.
     """
 
-    strategy: str = declared(
+    strategy: str = _declared(
         None, "strategy that distributes the training", choices=STRATEGIES, compared=False, **_TRAINING
     )
-    workload: str = declared(
+    workload: str = _declared(
         None,
         f"model to train: {', '.join(WORKLOADS)} (default: {DEFAULT_WORKLOAD.name})",
         flag="W",
         choices=WORKLOADS,
         **_TRAINING,
     )
-    nproc: int = declared(
+    nproc: int = _declared(
         None,
         "ranks: one per GPU, or CPU ranks (default: all GPUs, or 2 CPU ranks)",
         flag="RANKS",
         panel=WIDGET,
         bounds=Number(int, 1, 65_536),
     )
-    batch_size: int = declared(
+    batch_size: int = _declared(
         None,
         "samples per step, per rank (weak scaling) or global (strong scaling) (default: depends on W)",
         flag="SAMPLES",
         bounds=Number(int, 1, MANY),
         **_TRAINING,
     )
-    scaling: str = declared("weak", f"{' or '.join(SCALINGS)} (default: weak)", flag="S", choices=SCALINGS, **_TRAINING)
-    epochs: int = declared(None, "epochs (default: 1)", flag="EPOCHS", bounds=Number(int, 1, 1_000_000), **_TRAINING)
-    steps: int = declared(
+    scaling: str = _declared(
+        "weak", f"{' or '.join(SCALINGS)} (default: weak)", flag="S", choices=SCALINGS, **_TRAINING
+    )
+    epochs: int = _declared(None, "epochs (default: 1)", flag="EPOCHS", bounds=Number(int, 1, 1_000_000), **_TRAINING)
+    steps: int = _declared(
         None,
         "optimizer steps of the whole run (default: all steps of the epochs)",
         flag="STEPS",
         bounds=Number(int, 1, MANY),
         **_TRAINING,
     )
-    precision: str = declared(
+    precision: str = _declared(
         None, f"{', '.join(PRECISIONS)} (default: fp32; fp16 on a T4)", flag="P", choices=PRECISIONS, **_TRAINING
     )
-    seed: int = declared(
+    seed: int = _declared(
         0,
         "seed of the initial weights and of shuffling (default: 0)",
         flag="SEED",
         bounds=Number(int, 0, 2**63 - 1),
         **_KEPT,
     )
-    device: str = declared("auto", f"{', '.join(DEVICES)} (default: auto)", flag="D", choices=DEVICES, panel=WIDGET)
-    data: str = declared(
+    device: str = _declared("auto", f"{', '.join(DEVICES)} (default: auto)", flag="D", choices=DEVICES, panel=WIDGET)
+    data: str = _declared(
         None, f"data set: {', '.join(DATA)} (default: the workload's first)", flag="D", choices=DATA, **_TRAINING
     )
-    data_dir: str | None = declared(
+    data_dir: str | None = _declared(
         None,
         "folder of a data set that is read from files, also for downloads (default: data)",
         flag="DIR",
         check=check_path,
         **_KEPT,
     )
-    samples: int | None = declared(
+    samples: int | None = _declared(
         None,
         "training samples per epoch (default: the whole data set)",
         flag="SAMPLES",
         bounds=Number(int, 1, MANY),
         **_KEPT,
     )
-    options: Mapping[str, Any] = declared(
-        dict, "options of the strategy and the workload, by name", check=options_given, **_TRAINING
+    options: Mapping[str, Any] = _declared(
+        dict, "options of the strategy and the workload, by name", check=_options_given, **_TRAINING
     )
-    script: str | None = declared(
+    script: str | None = _declared(
         None, "your own script, instead of a strategy", applies_to=(SCRIPT,), compared=False, check=check_path
     )
-    args: tuple[str, ...] = declared(
-        (), "arguments of your own script", applies_to=(SCRIPT,), compared=False, check=arguments_given
+    args: tuple[str, ...] = _declared(
+        (), "arguments of your own script", applies_to=(SCRIPT,), compared=False, check=_arguments_given
     )
-    tensors: bool = declared(False, "record gradients and parameters, to compare runs", panel=DEFAULT, check=check_flag)
-    save_every: int | None = declared(
+    tensors: bool = _declared(
+        False, "record gradients and parameters, to compare runs", panel=DEFAULT, check=check_flag
+    )
+    save_every: int | None = _declared(
         None,
         "write a checkpoint every N steps, from which a restart resumes (default: no checkpoints)",
         flag="N",
         bounds=Number(int, 1, MANY),
         **_KEPT,
     )
-    checkpoint_async: bool = declared(
+    checkpoint_async: bool = _declared(
         False,
         "write checkpoints in a thread of each rank, while training continues",
         applies_to=(STRATEGY,),
@@ -243,38 +243,38 @@ class Spec:
         switch=True,
         check=check_flag,
     )
-    resume: str | None = declared(
+    resume: str | None = _declared(
         None,
         "resume from the newest checkpoint of a run (name or path), or from one checkpoint",
         applies_to=(STRATEGY,),
         flag="RUN|DIR",
         check=check_path,
     )
-    max_restarts: int = declared(
+    max_restarts: int = _declared(
         0,
         "maximum number of restarts by torchrun after a rank has failed (default: 0)",
         flag="N",
         panel=DEFAULT,
         bounds=Number(int, 0, 1000),
     )
-    fault: str | None = declared(
+    fault: str | None = _declared(
         None, f"inject a fault: {', '.join(FAULTS)} (default: none)", flag="F", choices=FAULTS, **_TRAINING
     )
-    sample_every: int = declared(
+    sample_every: int = _declared(
         50,
         "profile every Nth step (default: 50; 0: only one early step)",
         flag="N",
         panel=DEFAULT,
         bounds=Number(int, 0, MANY),
     )
-    hang_after: int = declared(
+    hang_after: int = _declared(
         30,
         "seconds without progress after which a rank is reported as hanging (default: 30)",
         flag="SECONDS",
         panel=DEFAULT,
         bounds=Number(int, 1, 604_800),
     )
-    as_module: bool = declared(
+    as_module: bool = _declared(
         False,
         "the script is the name of a module, to run as under python -m",
         applies_to=(SCRIPT,),
@@ -474,7 +474,7 @@ def check_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a Spec by name, each checked by itself and in its own type: unknown names and invalid values raise
     `SpecError`."""
     _check_names(given)
-    return {name: checked(Spec.__dataclass_fields__[name], value) for name, value in given.items()}
+    return {name: _checked(Spec.__dataclass_fields__[name], value) for name, value in given.items()}
 
 
 def _check_names(given: Iterable[str]) -> None:

@@ -38,137 +38,7 @@ from labkit.setup import environment
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
 
-# ---- the button that installs
-
-
-_REDRAW = 0.5  # seconds between two updates of the progress line
-
-
-def setup_command(extra: str) -> list[str]:
-    """The command that installs an optional extra into this kernel's environment; installed packages keep their
-    versions.
-    """
-    return [sys.executable, "-m", "labkit", "setup", "--with", extra]
-
-
-class Install:
-    """A button and a progress line, visible only while an extra is missing or being installed.
-
-    `on_done` is called in a separate thread when this kernel can import the extra.
-    """
-
-    def __init__(self, on_done: Callable[[], None]):
-        self._on_done = on_done
-        self._extra: str | None = None
-        self._thread: threading.Thread | None = None
-        self._said = ""
-        self.button = widgets.Button(description="Install", layout={"display": "none"})
-        self.button.add_class("labkit-install")
-        self.button.on_click(lambda _: self.start())
-        self.progress = widgets.HTML()
-        self.widget = widgets.HBox([self.button, self.progress])
-
-    @property
-    def busy(self) -> bool:
-        """Whether an installation is running."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def offer(self, extra: str | None) -> None:
-        """Shows the button for an extra, or hides it for None; the progress of a running installation stays visible."""
-        if self.busy:
-            return
-        if extra != self._extra:
-            self.progress.value = ""
-        self._extra = extra
-        self.button.layout.display = "none" if extra is None else ""
-        if extra is not None:
-            self.button.description = f"Install {environment.OPTIONAL[extra]}"
-            self.button.tooltip = " ".join(["python3", *setup_command(extra)[1:]])
-
-    def start(self) -> None:
-        """Starts the installation and returns immediately."""
-        if self._extra is None or self.busy:
-            return
-        self.button.disabled = True
-        self._said = "starting"
-        self._thread = threading.Thread(target=self._work, args=(self._extra,), daemon=True, name="labkit install")
-        self._thread.start()
-
-    def join(self, timeout: float) -> None:
-        """Waits up to `timeout` seconds for a running installation."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-
-    def _work(self, extra: str) -> None:
-        try:
-            code = self._run(extra)
-        except OSError as error:
-            code, self._said = 1, str(error)
-        importlib.invalidate_caches()  # folders were listed before the package existed
-        self.button.disabled = False
-        if environment.has(extra):
-            self.progress.value = ""
-            self._thread = None
-            self._on_done()
-        elif code == 0:
-            self.progress.value = sentence_html(
-                f"installed, but not for this kernel ({sys.executable}); restart the lab: python3 -m labkit lab"
-            )
-        else:
-            self.progress.value = sentence_html(self._said)
-
-    def _run(self, extra: str) -> int:
-        began, shown = time.monotonic(), threading.Event()
-        ticking = threading.Thread(target=self._tick, args=(began, shown), daemon=True)
-        with subprocess.Popen(
-            setup_command(extra),
-            cwd=environment.CLONE,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process:
-            ticking.start()
-            for line in process.stdout:
-                self._said = line.strip().removeprefix("labkit: ") or self._said
-                self._show(began)
-        shown.set()
-        ticking.join()
-        return process.returncode
-
-    def _tick(self, began: float, over: threading.Event) -> None:
-        """Updates the elapsed time while nothing is printed."""
-        while not over.wait(_REDRAW):
-            self._show(began)
-
-    def _show(self, began: float) -> None:
-        self.progress.value = state_html(f"{self._said} ({time.monotonic() - began:.0f} s)", "busy")
-
-
-# ---- the button that opens a recorded run instead of one that failed
-
-
-class Instead:
-    """A button that opens the run of the same strategy that comes with the lab, visible only while it is offered;
-    `choose` is called with its name."""
-
-    def __init__(self, choose: Callable[[str], None]):
-        self._name = ""
-        self.button = widgets.Button(description="Open a recorded run", layout={"display": "none"})
-        self.button.add_class("labkit-instead")
-        self.button.on_click(lambda _: choose(self._name))
-
-    def offer(self, asked: SpecFields | None) -> None:
-        """Offers a run of the strategy that was asked for, if there is one; None: nothing is offered any longer."""
-        name = shipped_like(asked.strategy or "", asked.nproc or 1) if asked else None
-        self.button.layout.display = "" if name else "none"
-        if name:
-            self._name, self.button.description = name, f"Open a recorded {STRATEGIES[asked.strategy].title} run"
-
-
-# ---- recorded runs in the panel
+# ---- the list of recorded runs
 
 
 _NEWEST = 20  # runs in the list
@@ -349,6 +219,27 @@ def text_of(folder: RunFolder, path: Path) -> str:
         if folder.read_imported() is not None:
             return "# imported, not launched here: the files it was made from have no script\n"
         return f"# {path.name} is missing from the folder of this run\n"
+
+
+# ---- the button that opens a recorded run instead of one that failed
+
+
+class Instead:
+    """A button that opens the run of the same strategy that comes with the lab, visible only while it is offered;
+    `choose` is called with its name."""
+
+    def __init__(self, choose: Callable[[str], None]):
+        self._name = ""
+        self.button = widgets.Button(description="Open a recorded run", layout={"display": "none"})
+        self.button.add_class("labkit-instead")
+        self.button.on_click(lambda _: choose(self._name))
+
+    def offer(self, asked: SpecFields | None) -> None:
+        """Offers a run of the strategy that was asked for, if there is one; None: nothing is offered any longer."""
+        name = shipped_like(asked.strategy or "", asked.nproc or 1) if asked else None
+        self.button.layout.display = "" if name else "none"
+        if name:
+            self._name, self.button.description = name, f"Open a recorded {STRATEGIES[asked.strategy].title} run"
 
 
 # ---- the time line: it plays recorded runs, stops at any moment, and goes to a step, a finding or the peak of memory
@@ -604,3 +495,112 @@ def _paths(text: str) -> list[Path]:
         matches = Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))) if pattern else []
         paths += sorted(matches) or [path]
     return paths
+
+
+# ---- the button that installs
+
+
+_REDRAW = 0.5  # seconds between two updates of the progress line
+
+
+def setup_command(extra: str) -> list[str]:
+    """The command that installs an optional extra into this kernel's environment; installed packages keep their
+    versions.
+    """
+    return [sys.executable, "-m", "labkit", "setup", "--with", extra]
+
+
+class Install:
+    """A button and a progress line, visible only while an extra is missing or being installed.
+
+    `on_done` is called in a separate thread when this kernel can import the extra.
+    """
+
+    def __init__(self, on_done: Callable[[], None]):
+        self._on_done = on_done
+        self._extra: str | None = None
+        self._thread: threading.Thread | None = None
+        self._said = ""
+        self.button = widgets.Button(description="Install", layout={"display": "none"})
+        self.button.add_class("labkit-install")
+        self.button.on_click(lambda _: self.start())
+        self.progress = widgets.HTML()
+        self.widget = widgets.HBox([self.button, self.progress])
+
+    @property
+    def busy(self) -> bool:
+        """Whether an installation is running."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def offer(self, extra: str | None) -> None:
+        """Shows the button for an extra, or hides it for None; the progress of a running installation stays visible."""
+        if self.busy:
+            return
+        if extra != self._extra:
+            self.progress.value = ""
+        self._extra = extra
+        self.button.layout.display = "none" if extra is None else ""
+        if extra is not None:
+            self.button.description = f"Install {environment.OPTIONAL[extra]}"
+            self.button.tooltip = " ".join(["python3", *setup_command(extra)[1:]])
+
+    def start(self) -> None:
+        """Starts the installation and returns immediately."""
+        if self._extra is None or self.busy:
+            return
+        self.button.disabled = True
+        self._said = "starting"
+        self._thread = threading.Thread(target=self._work, args=(self._extra,), daemon=True, name="labkit install")
+        self._thread.start()
+
+    def join(self, timeout: float) -> None:
+        """Waits up to `timeout` seconds for a running installation."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _work(self, extra: str) -> None:
+        try:
+            code = self._run(extra)
+        except OSError as error:
+            code, self._said = 1, str(error)
+        importlib.invalidate_caches()  # folders were listed before the package existed
+        self.button.disabled = False
+        if environment.has(extra):
+            self.progress.value = ""
+            self._thread = None
+            self._on_done()
+        elif code == 0:
+            self.progress.value = sentence_html(
+                f"installed, but not for this kernel ({sys.executable}); restart the lab: python3 -m labkit lab"
+            )
+        else:
+            self.progress.value = sentence_html(self._said)
+
+    def _run(self, extra: str) -> int:
+        began, shown = time.monotonic(), threading.Event()
+        ticking = threading.Thread(target=self._tick, args=(began, shown), daemon=True)
+        with subprocess.Popen(
+            setup_command(extra),
+            cwd=environment.CLONE,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process:
+            ticking.start()
+            for line in process.stdout:
+                self._said = line.strip().removeprefix("labkit: ") or self._said
+                self._show(began)
+        shown.set()
+        ticking.join()
+        return process.returncode
+
+    def _tick(self, began: float, over: threading.Event) -> None:
+        """Updates the elapsed time while nothing is printed."""
+        while not over.wait(_REDRAW):
+            self._show(began)
+
+    def _show(self, began: float) -> None:
+        self.progress.value = state_html(f"{self._said} ({time.monotonic() - began:.0f} s)", "busy")
