@@ -15,11 +15,9 @@ from typing import Any, overload
 from labkit.analysis.foreign.opening import explain as pages_of
 from labkit.analysis.guess import FIGURES
 from labkit.common.arguments import check_flag, check_path, check_type
-from labkit.figures.advice import Advised
+from labkit.figures.advice import Advised, Comparison, Estimated
 from labkit.figures.atlas import Atlas
-from labkit.figures.estimated import Comparison, Estimated
-from labkit.figures.explained import Explained
-from labkit.figures.prediction import Prediction
+from labkit.figures.tables import Explained, Prediction
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import HERE, device
 from labkit.prediction.predict import predict as plan_of
@@ -29,7 +27,7 @@ from labkit.prediction.scale.check import check as check_rows
 from labkit.prediction.scale.step import estimate
 from labkit.prediction.timing import modelled, timed
 from labkit.record.follow import Follower
-from labkit.runs import importing
+from labkit.runs import gathering
 from labkit.runs.comparing import Comparing, plan
 from labkit.runs.handle import Run, named, with_ranks
 from labkit.runs.notebook import cell, in_notebook
@@ -100,9 +98,9 @@ def explain(*paths: str | os.PathLike[str], keep: str | None = None) -> Explaine
     """
     if not paths:
         raise ValueError("explain needs the path of a file or folder, such as explain('traces/')")
-    name = None if keep is None else importing.check_name(keep)
+    name = None if keep is None else gathering.check_name(keep)
     pages = pages_of([Path(check_path("path", path)) for path in paths])
-    return Explained(pages, "" if name is None else importing.keep(pages, name).name)
+    return Explained(pages, "" if name is None else gathering.keep_files(pages, name).name)
 
 
 def predict(what: str | Spec, *, machine: str | None = None, **fields: Any) -> Prediction:

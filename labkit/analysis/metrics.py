@@ -20,8 +20,8 @@ from labkit.record.state import RunState, per_revision
 from labkit.record.writer import PHASES
 
 if TYPE_CHECKING:
+    from labkit.record.reader import Column
     from labkit.record.state import RunState
-    from labkit.record.steps import Column
 
 
 # ---- the figures of speed

@@ -15,8 +15,8 @@ from labkit.common.units import size
 from labkit.record.events import Step, Timeline
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Recording
+from labkit.record.reader import Block
 from labkit.record.state import RunState
-from labkit.record.steps import Block
 
 _PARTS = 32  # into which a run is divided to look for its first finding, and the part where it is again
 _TITLE = 60  # characters of a finding's title

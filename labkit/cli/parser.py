@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 
 from labkit.common.arguments import ROUNDS, Number, check_address, check_choice, shown
 from labkit.common.text import visible_line
-from labkit.plan.fields import about
-from labkit.plan.spec import Spec, SpecError, bounds_of
+from labkit.plan.spec import Spec, SpecError, about, bounds_of
 from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE
 from labkit.setup.environment import OPTIONAL, TEXT_ONLY
 from labkit.training.strategies import BASELINE, STRATEGIES

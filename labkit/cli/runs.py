@@ -27,11 +27,10 @@ from labkit.frontends import terminal
 from labkit.plan.nodes import Node
 from labkit.record import packed
 from labkit.record.documents import Unreadable, plain
+from labkit.record.files import whole
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower, is_recorded
-from labkit.record.logs import whole
+from labkit.record.follow import Follower, is_over, is_recorded
 from labkit.record.state import OVER
-from labkit.record.status import is_over
 from labkit.runs.handle import with_ranks
 from labkit.setup.limits import ConfigError
 from labkit.setup.machine import Machine

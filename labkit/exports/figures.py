@@ -21,8 +21,8 @@ from labkit.record.events import Event, Memory, Metric, Timeline, Traffic
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.ranks import RankState
+from labkit.record.reader import Block, Column
 from labkit.record.state import RunState
-from labkit.record.steps import Block, Column
 from labkit.record.writer import OWNERS, PHASES
 
 LOGGED = "logged"  # the prefix of values that the script logged

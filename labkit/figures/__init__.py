@@ -5,9 +5,9 @@ imports torch, ipywidgets or `launch`.
 
 One `Chart` (`figures/model.py`, `figures/charts.py`) is lines and bars computed from a RunState; `figures/as_plotly.py`
 and `figures/as_svg.py` draw it; `figures/displayed.py` is the Figure of notebooks. `figures/comparison.py` does the
-same for the rows of a comparison. The live view receives only the new points. `figures/tables.py` has findings, ledger
-and ranks as HTML. There is one colour per rank everywhere (Okabe–Ito). Long lines are reduced to a thousand points, and
-keep their extremes.
+same for the rows of a comparison. The live view receives only the new points. `figures/tables.py` has findings, ledger,
+ranks and predictions as HTML. There is one colour per rank everywhere (Okabe–Ito). Long lines are reduced to a thousand
+points, and keep their extremes.
 """
 
 from __future__ import annotations

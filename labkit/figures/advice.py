@@ -1,7 +1,10 @@
-"""Advice and scaling as text, HTML tables and charts; all figures are modelled."""
+"""What closed formulas say about training a transformer at any scale, as text, HTML tables, charts and JSON: advice,
+scaling, one layout that was asked for, and how well estimates agree with published runs. All figures are modelled.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +14,7 @@ from labkit.figures import colours
 from labkit.figures.as_svg import drawing
 from labkit.figures.atlas import EVIDENCE_HEADS, evidence_cells, evidence_json
 from labkit.figures.model import Axis, Bars, Chart, Line
-from labkit.figures.prediction import table_html
-from labkit.figures.tables import table_text
+from labkit.figures.tables import table_html, table_text
 from labkit.prediction.scale.advice import (
     MODES,
     RULE,
@@ -28,7 +30,8 @@ from labkit.prediction.scale.advice import (
     verdict,
 )
 from labkit.prediction.scale.atlas import NEAR, evidence
-from labkit.prediction.scale.layouts import USABLE, Layout
+from labkit.prediction.scale.check import FEWEST, Agreement, Checked
+from labkit.prediction.scale.layouts import FRAMEWORKS, USABLE, Layout
 from labkit.prediction.scale.step import RESERVED_FOR, Estimate
 
 if TYPE_CHECKING:
@@ -113,9 +116,9 @@ class Scaled:
         return f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>{tables}'
 
 
-def _cells(one: Series, words: Callable[[Estimate], str]) -> tuple[str, ...]:
-    bound = "–" if one.bound_from is None else f"{one.bound_from:,}"
-    return one.kind, *("–" if estimate is None else words(estimate) for estimate in one.estimates), bound
+def _cells(series: Series, words: Callable[[Estimate], str]) -> tuple[str, ...]:
+    bound = "–" if series.bound_from is None else f"{series.bound_from:,}"
+    return series.kind, *("–" if estimate is None else words(estimate) for estimate in series.estimates), bound
 
 
 def in_seconds(seconds: float) -> str:
@@ -123,23 +126,23 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def _lines(one: Series, number: int, value: Callable[[Estimate], float]) -> list[Line]:
+def _lines(series: Series, number: int, value: Callable[[Estimate], float]) -> list[Line]:
     """A line up to the point from which communication takes longer than computation, and a dotted one after it."""
-    ys = [float("nan") if estimate is None else value(estimate) for estimate in one.estimates]
-    at = len(ys) - 1 if one.bound_from is None else one.devices.index(one.bound_from)
+    ys = [float("nan") if estimate is None else value(estimate) for estimate in series.estimates]
+    at = len(ys) - 1 if series.bound_from is None else series.devices.index(series.bound_from)
     xs = [*map(float, range(len(ys)))]
     colour = colours.rank_colour(number)
-    lines = [Line(f"series{number}", one.kind, xs[: at + 1], ys[: at + 1], colour=colour, width=2.0)]
+    lines = [Line(f"series{number}", series.kind, xs[: at + 1], ys[: at + 1], colour=colour, width=2.0)]
     if at < len(ys) - 1:
-        lines.append(Line(f"series{number}-bound", one.kind, xs[at:], ys[at:], colour, 2.0, "dot", in_legend=False))
+        lines.append(Line(f"series{number}-bound", series.kind, xs[at:], ys[at:], colour, 2.0, "dot", in_legend=False))
     return lines
 
 
-def _series_json(one: Series) -> dict[str, Any]:
+def _series_json(series: Series) -> dict[str, Any]:
     return {
-        "strategy": one.kind,
-        "scaling": one.mode,
-        "communication_bound_from": one.bound_from,
+        "strategy": series.kind,
+        "scaling": series.mode,
+        "communication_bound_from": series.bound_from,
         "points": [
             {"devices": devices}
             if estimate is None
@@ -153,7 +156,7 @@ def _series_json(one: Series) -> dict[str, Any]:
                 "exposed_seconds": estimate.exposed,
                 "peak_memory_bytes": estimate.memory.total,
             }
-            for devices, estimate in zip(one.devices, one.estimates)
+            for devices, estimate in zip(series.devices, series.estimates)
         ],
     }
 
@@ -175,6 +178,7 @@ HEADS = (
 )
 MISFIT_HEADS = ("does not fit", "needs at least", "missing", "fits with")
 ROWS = 10  # strategies in a table
+_DEGREES = ("data", "shards", "tensor", "pipeline", "context", "micro_batch", "micro_batches", "recompute")
 EVIDENCE = (
     "Measured nearby: by the nearest run of labkit atlas. A distance of 1 is a factor of two in one figure, one more of"
     " parameters, gradients and optimizer state that is sharded, another precision or recomputation; another GPU is 2."
@@ -199,9 +203,9 @@ PARTS = {  # of a step: colour and words
 class Advised:
     """The advice for a model and devices; displays itself as tables in a notebook, as text elsewhere."""
 
-    def __init__(self, found: Advice):
-        self.advice = found
-        self.verdict = verdict(found)
+    def __init__(self, advice: Advice):
+        self.advice = advice
+        self.verdict = verdict(advice)
 
     @property
     def title(self) -> str:
@@ -246,22 +250,23 @@ class Advised:
     def sentences(self) -> list[str]:
         """The common rule, what is not shown, and the assumptions."""
         said = [*self.rule, *self._not_shown()]
-        one = self.advice.training.accelerator
-        efficiency = (
-            f"{one.efficiency:.0%} of the peak of {one.name} in large matrix products ({one.sources['efficiency']})"
+        accelerator = self.advice.training.accelerator
+        reached = f"{accelerator.efficiency:.0%} of the peak of {accelerator.name} in large matrix products"
+        said.append(
+            f"Assumed: {reached} ({accelerator.sources['efficiency']}); {USABLE:.0%} of the memory can be used"
+            f" ({RESERVED_FOR})."
         )
-        said.append(f"Assumed: {efficiency}; {USABLE:.0%} of the memory can be used ({RESERVED_FOR}).")
         return [*said, EVIDENCE]
 
     def _not_shown(self) -> list[str]:
-        found, said = self.advice, []
-        if len(found.ranked) > ROWS:
-            said.append(f"{len(found.ranked) - ROWS} slower strategies also fit.")
-        if len(found.misfits) > ROWS:
-            said.append(f"{len(found.misfits) - ROWS} more strategies do not fit.")
-        simple = [kind for kind in found.too_small if "×" not in kind] or [*found.too_small]
-        for number in sorted({found.too_small[kind] for kind in simple}):
-            kinds = ", ".join(kind for kind in simple if found.too_small[kind] == number)
+        advice, said = self.advice, []
+        if len(advice.ranked) > ROWS:
+            said.append(f"{len(advice.ranked) - ROWS} slower strategies also fit.")
+        if len(advice.misfits) > ROWS:
+            said.append(f"{len(advice.misfits) - ROWS} more strategies do not fit.")
+        simple = [kind for kind in advice.too_small if "×" not in kind] or [*advice.too_small]
+        for number in sorted({advice.too_small[kind] for kind in simple}):
+            kinds = ", ".join(kind for kind in simple if advice.too_small[kind] == number)
             said.append(f"Not possible, because the batch must be a multiple of {number:,} samples: {kinds}.")
         return said
 
@@ -343,72 +348,69 @@ class Advised:
         return f'{notes}{tables}<div class="labkit-notes">{said}</div>'
 
 
-def cells(one: Estimate) -> tuple[str, ...]:
+def cells(estimate: Estimate) -> tuple[str, ...]:
     """The cells below `HEADS`."""
-    layout = one.layout
+    layout = estimate.layout
     return (
         layout.title,
         f"{layout.micro_batches} × {layout.micro_batch}",
         {"none": "–", "selective": "selective", "full": "all layers"}[layout.recompute],
-        size(one.memory.total),
-        in_seconds(one.seconds),
-        f"{one.tokens_per_second:,.0f}",
-        f"{one.flops_per_device / 1e12:,.0f}",
-        f"{one.mfu:.0%}",
-        f"{one.exposed / one.seconds:.0%}",
-        f"{one.parts['bubble'] / one.seconds:.0%}",
+        size(estimate.memory.total),
+        in_seconds(estimate.seconds),
+        f"{estimate.tokens_per_second:,.0f}",
+        f"{estimate.flops_per_device / 1e12:,.0f}",
+        f"{estimate.mfu:.0%}",
+        f"{estimate.exposed / estimate.seconds:.0%}",
+        f"{estimate.parts['bubble'] / estimate.seconds:.0%}",
     )
 
 
-def estimate_json(one: Estimate) -> dict[str, Any]:
+def estimate_json(estimate: Estimate) -> dict[str, Any]:
     """An estimate as plain values."""
-    layout = one.layout
+    layout = estimate.layout
     return {
         "strategy": layout.kind,
         "title": layout.title,
         **{name: getattr(layout, name) for name in _DEGREES},
-        "memory_bytes": one.memory.owners,
-        "peak_memory_bytes": one.memory.total,
-        "seconds_per_step": one.seconds,
-        "seconds": dict(one.parts),
-        "comm_bytes_per_step": dict(one.sent),
-        "communication_seconds": dict(one.busy),
-        "communication_bound": one.communication_bound,
-        "tokens_per_second": one.tokens_per_second,
-        "flops_per_second_per_device": one.flops_per_device,
-        "mfu": one.mfu,
+        "memory_bytes": estimate.memory.owners,
+        "peak_memory_bytes": estimate.memory.total,
+        "seconds_per_step": estimate.seconds,
+        "seconds": dict(estimate.parts),
+        "comm_bytes_per_step": dict(estimate.sent),
+        "communication_seconds": dict(estimate.busy),
+        "communication_bound": estimate.communication_bound,
+        "tokens_per_second": estimate.tokens_per_second,
+        "flops_per_second_per_device": estimate.flops_per_device,
+        "mfu": estimate.mfu,
     }
 
 
-_DEGREES = ("data", "shards", "tensor", "pipeline", "context", "micro_batch", "micro_batches", "recompute")
+def _misfit(misfit: Misfit) -> tuple[str, ...]:
+    change = misfit.change
+    fits = misfit.words + (f" ({change.title})" if change and change.title != misfit.words else "")
+    return misfit.layout.title, size(misfit.memory.total), size(misfit.missing), fits or "–"
 
 
-def _misfit(one: Misfit) -> tuple[str, ...]:
-    change = one.change
-    fits = one.words + (f" ({change.title})" if change and change.title != one.words else "")
-    return one.layout.title, size(one.memory.total), size(one.missing), fits or "–"
-
-
-def _misfit_json(one: Misfit) -> dict[str, Any]:
+def _misfit_json(misfit: Misfit) -> dict[str, Any]:
     return {
-        "strategy": one.layout.kind,
-        "title": one.layout.title,
-        "memory_bytes": one.memory.owners,
-        "peak_memory_bytes": one.memory.total,
-        "missing_bytes": one.missing,
-        "change": one.words or None,
-        "fits_as": one.change and one.change.title,
+        "strategy": misfit.layout.kind,
+        "title": misfit.layout.title,
+        "memory_bytes": misfit.memory.owners,
+        "peak_memory_bytes": misfit.memory.total,
+        "missing_bytes": misfit.missing,
+        "change": misfit.words or None,
+        "fits_as": misfit.change and misfit.change.title,
     }
 
 
-def rule_in_words(found: Advice, said: RuleVerdict | None) -> list[str]:
+def rule_in_words(advice: Advice, said: RuleVerdict | None) -> list[str]:
     """What the common rule of thumb says here, and whether it misleads, computed from the estimates."""
-    if not found.fitting:
-        return [_nothing_fits(found)]
+    if not advice.fitting:
+        return [_nothing_fits(advice)]
     if said is None:
         return []
     begin = [f"The common rule: {RULE}."]
-    begin += [_passed(found, kind) for kind in said.passed]
+    begin += [_passed(advice, kind) for kind in said.passed]
     best = said.fastest
     if said.chosen is None:
         return [
@@ -428,18 +430,18 @@ def rule_in_words(found: Advice, said: RuleVerdict | None) -> list[str]:
     return [*begin, f"It misleads here: it chooses {chosen}, {percent:.0%} more than necessary. {other}; {reason}."]
 
 
-def _passed(found: Advice, kind: str) -> str:
-    if kind in found.too_small:
-        return f"{kind} is not possible: the batch of {found.training.batch:,} is not a multiple of" + (
-            f" {found.too_small[kind]:,} samples."
+def _passed(advice: Advice, kind: str) -> str:
+    if kind in advice.too_small:
+        return f"{kind} is not possible: the batch of {advice.training.batch:,} is not a multiple of" + (
+            f" {advice.too_small[kind]:,} samples."
         )
-    missing = next((misfit.missing for misfit in found.misfits if misfit.layout.kind == kind), None)
+    missing = next((misfit.missing for misfit in advice.misfits if misfit.layout.kind == kind), None)
     return f"{kind} is not possible here." if missing is None else f"{kind} does not fit: {size(missing)} are missing."
 
 
-def _nothing_fits(found: Advice) -> str:
-    asked = found.training
-    least = min((misfit.missing for misfit in found.misfits), default=None)
+def _nothing_fits(advice: Advice) -> str:
+    asked = advice.training
+    least = min((misfit.missing for misfit in advice.misfits), default=None)
     if least is None:
         return (
             f"Nothing is possible: no mesh of {asked.devices:,} devices divides the batch of {asked.batch:,} samples."
@@ -447,3 +449,216 @@ def _nothing_fits(found: Advice) -> str:
     more = devices_needed(asked)
     fix = f"; it fits on {more:,} devices" if more else "; no number of these devices is enough, use more memory each"
     return f"Nothing fits: at least {size(least)} per device are missing{fix}."
+
+
+# ---- one layout, and estimates compared with published runs
+
+
+FIGURE_HEADS = ("modelled", "value", "80 % range")
+PART_HEADS = ("part of a step", "time", "of the step")
+CHECK_HEADS = (
+    "rows",
+    "number",
+    "not computed",
+    "speed: median",
+    "p90",
+    "memory: median",
+    "p90",
+    "speed in range",
+    "memory in range",
+    "fits right",
+    "groups",
+    "order",
+    "regret: median",
+    "worst",
+)
+REFUSED_HEADS = ("line", "source", "model", "not computed, because")
+_NEAREST = 3
+_SHOWN = 1e-4  # of a step
+
+
+class _Tables:
+    """What shows a title, tables and sentences as text, and as HTML in a notebook."""
+
+    title: str
+
+    def tables(self) -> list[tuple[Sequence[str], list[tuple[str, ...]]]]:
+        """The heads and the rows of each table that has any."""
+        raise NotImplementedError
+
+    @property
+    def sentences(self) -> list[str]:
+        """What follows the tables."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        tables = (table_text(heads, rows) for heads, rows in self.tables())
+        return visible("\n\n".join([self.title, *tables, "\n".join(self.sentences)]))
+
+    def _repr_html_(self) -> str:
+        tables = "".join(table_html(heads, rows) for heads, rows in self.tables())
+        said = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
+        title = f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>'
+        return f'{title}{tables}<div class="labkit-notes">{said}</div>'
+
+
+class Estimated(_Tables):
+    """The estimate of one layout: figures with their 80 % ranges, the parts of a step, and the nearest published runs.
+    All but the last are modelled."""
+
+    def __init__(self, estimate: Estimate):
+        self.estimate = estimate
+        self.nearest = evidence(estimate.training, estimate.layout, _NEAREST)
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        """What is trained, on what, and how it is split."""
+        layout = self.estimate.layout
+        batch = f"{layout.micro_batches} micro-batches of {layout.micro_batch}"
+        how = f"{layout.title}, {batch}, {layout.framework.title}, {'compiled' if layout.compiled else 'eager'}"
+        return f"{in_words(self.estimate.training)}; {how}: all figures are modelled"
+
+    def tables(self) -> list[tuple[Sequence[str], list[tuple[str, ...]]]]:
+        """Figures, parts, and the nearest runs."""
+        estimate, ranges = self.estimate, self.estimate.ranges
+        words = {
+            "seconds": ("time per step", in_seconds),
+            "tokens_per_second_per_gpu": ("tokens/s per GPU", lambda value: f"{value:,.0f}"),
+            "mfu": ("MFU", lambda value: f"{value:.1%}"),
+            "memory_bytes": ("memory per GPU", size),
+        }
+        figures: list[tuple[str, ...]] = [
+            (title, shown(getattr(estimate, name)), f"{shown(ranges[name][0])} to {shown(ranges[name][1])}")
+            for name, (title, shown) in words.items()
+        ]
+        parts: list[tuple[str, ...]] = [
+            (PARTS[name][1].removeprefix("the "), in_seconds(seconds), f"{seconds / estimate.seconds:.1%}")
+            for name, seconds in estimate.parts.items()
+            if seconds > _SHOWN * estimate.seconds
+        ]
+        nearest = [
+            evidence_cells(estimate.layout.title, estimate.tokens_per_second_per_gpu, estimate.memory.total, near)
+            for near in self.nearest
+        ]
+        heads = (EVIDENCE_HEADS[-1], *EVIDENCE_HEADS[1:-1])  # without the layout, which is the same in all rows
+        rows = [(cells[-1], *cells[1:-1]) for cells in nearest]
+        return [(FIGURE_HEADS, figures), (PART_HEADS, parts), (heads, rows)]
+
+    @property
+    def sentences(self) -> list[str]:
+        """Whether it fits, and what the framework's row is based on."""
+        estimate = self.estimate
+        usable = estimate.layout.framework.usable * estimate.training.memory
+        fits = (
+            f"It fits: {size(usable - estimate.memory.total)} of {size(usable)} that can be used are left."
+            if estimate.fits
+            else f"It does not fit: {size(estimate.memory.total - usable)} are missing."
+        )
+        framework = estimate.layout.framework
+        known = "published runs of it were fitted" if framework.fitted else "no runs of it were fitted"
+        return [fits, f"Framework: {framework.title} ({framework.source}); {known}."]
+
+    def to_json(self) -> dict[str, Any]:
+        """The estimate as plain values. Sizes are in bytes, times in seconds."""
+        estimate, asked = self.estimate, self.estimate.training
+        return {
+            "source": "modelled",
+            "model": {**vars(asked.model), "parameters": asked.model.parameters},
+            "machine": asked.machine.name,
+            "devices": asked.devices,
+            "batch": asked.batch,
+            "sequence": asked.sequence,
+            "precision": asked.precision,
+            "framework": estimate.layout.framework.name,
+            "fits": estimate.fits,
+            **estimate_json(estimate),
+            "tokens_per_second_per_gpu": estimate.tokens_per_second_per_gpu,
+            "ranges": {name: list(both) for name, both in estimate.ranges.items()},
+            "nearest": [evidence_json(near) for near in self.nearest],
+        }
+
+
+class Comparison(_Tables):
+    """How well the estimates of a file of published runs agree with what was measured."""
+
+    def __init__(self, checked: Checked):
+        self.checked = checked
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        """Which file."""
+        computed = len(self.checked.pairs)
+        return f"{self.checked.path.name}: {computed:,} of {computed + len(self.checked.refused):,} rows are computed"
+
+    def tables(self) -> list[tuple[Sequence[str], list[tuple[str, ...]]]]:
+        """The agreement by source and by part, and the rows that are not computed."""
+        refused: list[tuple[str, ...]] = [
+            (str(row.line), row.source, row.title, row.reason) for row in self.checked.refused
+        ]
+        tables: list[tuple[Sequence[str], list[tuple[str, ...]]]] = [
+            (CHECK_HEADS, [_checked_cells(agreement) for agreement in self.checked.agreements])
+        ]
+        return [*tables, (REFUSED_HEADS, refused)] if refused else tables
+
+    @property
+    def sentences(self) -> list[str]:
+        """What the columns mean, and which rows were fitted."""
+        used = Counter(pair.run.layout.framework.title for pair in self.checked.pairs)
+        fitted = sorted(
+            framework.title for framework in FRAMEWORKS.values() if framework.fitted and framework.title in used
+        )
+        fitted = [title for title in fitted if "," not in title]  # not the variants of a row
+        return [
+            "Errors: |modelled / measured − 1|, of tokens/s and of peak memory per GPU; p90: nine tenths of the rows"
+            " have at most this error. In range: the part of the measured figures in their 80 % range.",
+            "Fits right: the part of the rows that survived or failed as modelled. Order: Spearman's rank correlation"
+            f" of the layouts of a model on some GPUs, the median of the groups of at least {FEWEST}. Regret: measured"
+            " speed of the layout that is ranked first, relative to the best measured one.",
+            f"Constants were fitted to published runs of {', '.join(fitted) or 'none of these frameworks'}"
+            " (labkit/MEASUREMENTS.md says which, and how large the errors are for runs that were left out).",
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """The table and the rows that are not computed, as plain values."""
+        return {
+            "source": "modelled against measured",
+            "file": str(self.checked.path),
+            "rows": [_agreement_json(agreement) for agreement in self.checked.agreements],
+            "not_computed": [vars(row) for row in self.checked.refused],
+            "sentences": self.sentences,
+        }
+
+
+def _checked_cells(agreement: Agreement) -> tuple[str, ...]:
+    return (
+        agreement.name,
+        f"{agreement.rows:,}",
+        f"{agreement.refused:,}",
+        *_percents(agreement.speed, 2),
+        *_percents(agreement.memory, 2),
+        *_percents((agreement.within_speed, agreement.within_memory, agreement.fits), 3),
+        str(agreement.groups),
+        "–" if agreement.order is None else f"{agreement.order:.2f}",
+        *(("–", "–") if agreement.regret is None else (f"{value:.2f}" for value in agreement.regret)),
+    )
+
+
+def _percents(values: Sequence[float | None] | None, count: int) -> tuple[str, ...]:
+    known = values if values is not None else (None,) * count
+    return tuple("–" if value is None else f"{value:.1%}" for value in known)
+
+
+def _agreement_json(agreement: Agreement) -> dict[str, Any]:
+    pairs = {"speed_error": agreement.speed, "memory_error": agreement.memory}
+    return {
+        "name": agreement.name,
+        "rows": agreement.rows,
+        "not_computed": agreement.refused,
+        **{name: both and {"median": both[0], "p90": both[1]} for name, both in pairs.items()},
+        "speed_in_range": agreement.within_speed,
+        "memory_in_range": agreement.within_memory,
+        "fits_right": agreement.fits,
+        "groups": agreement.groups,
+        "rank_correlation": agreement.order,
+        "regret": agreement.regret and {"median": agreement.regret[0], "worst": agreement.regret[1]},
+    }

@@ -13,8 +13,7 @@ from labkit.common.text import escape, visible
 from labkit.common.units import counted, size
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure, numbers, plain_look
-from labkit.figures.prediction import table_html
-from labkit.figures.tables import table_text
+from labkit.figures.tables import table_html, table_text
 from labkit.prediction.scale.atlas import Evidence, Published, common, failed, modelled, published, speed
 from labkit.prediction.scale.model import parameters_in_words
 

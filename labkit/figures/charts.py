@@ -22,8 +22,8 @@ from labkit.figures.model import Axis, Bars, Chart, Derived, Line, Marks, Spans
 from labkit.record.documents import PredictedStep
 from labkit.record.events import MemoryStep, Owners, Span, Timeline
 from labkit.record.ranks import OtherLosses, RankState
+from labkit.record.reader import Column
 from labkit.record.state import RunState
-from labkit.record.steps import Column
 from labkit.record.writer import OWNERS, PHASES
 
 
@@ -370,18 +370,18 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
     )
 
 
-def _computing(one: Timeline, least: float) -> Iterator[tuple[str, float, float, str]]:
+def _computing(step: Timeline, least: float) -> Iterator[tuple[str, float, float, str]]:
     """When the rank computed, phase by phase: phase, start, end and hover text; stretches too narrow to see are
     merged."""
-    many = {name: sum(phase == name for phase, *_ in one.phases) for name, *_ in one.phases}
+    many = {name: sum(phase == name for phase, *_ in step.phases) for name, *_ in step.phases}
     counted: dict[str, int] = {}
-    for name, start, end in one.phases:
+    for name, start, end in step.phases:
         counted[name] = counted.get(name, 0) + 1
         which = (
             f"{name} {counted[name]} of {many[name]}" if many[name] > 1 and name in ("forward", "backward") else name
         )
         pieces: list[list[float]] = []
-        for begin, stop in one.busy:
+        for begin, stop in step.busy:
             begin, stop = max(begin, start), min(stop, end)
             if begin >= stop:
                 continue
@@ -394,14 +394,14 @@ def _computing(one: Timeline, least: float) -> Iterator[tuple[str, float, float,
                 yield name, begin, stop, f"{which}, {_ms(end - start):.2f} ms in total"
 
 
-def _sending(one: Timeline, least: float) -> Iterator[tuple[str, float, float, str]]:
+def _sending(step: Timeline, least: float) -> Iterator[tuple[str, float, float, str]]:
     """The rank's collectives: op, start, end and hover text; adjacent ones of one kind that are too narrow to see are
     merged.
     """
     last: list[Any] | None = None
-    for call in sorted(one.comm, key=lambda call: (call.op, call.start)):
+    for call in sorted(step.comm, key=lambda call: (call.op, call.start)):
         op, count = call.op, call.bytes
-        start, end = max(0.0, call.start), min(call.end, one.seconds)
+        start, end = max(0.0, call.start), min(call.end, step.seconds)
         if last and last[0] == op and start - last[2] < least and end - start < 2 * least:
             last = [op, last[1], max(end, last[2]), last[3] + 1, last[4] + (count or 0), last[5]]
             continue
@@ -410,7 +410,7 @@ def _sending(one: Timeline, least: float) -> Iterator[tuple[str, float, float, s
         words = f"{op}{f' {call.seq}' if call.seq else ''}"
         words += f" of {call.group}" if call.group and call.group != "default_pg" else ""
         words += f", ranks {', '.join(map(str, call.ranks))}" if call.ranks else ""
-        unit = next((name for name, first, stop in reversed(one.marks) if first <= start <= stop and "(" in name), "")
+        unit = next((name for name, first, stop in reversed(step.marks) if first <= start <= stop and "(" in name), "")
         last = [op, start, end, 1, count or 0, f"{words} {unit}".rstrip()]
     if last:
         yield _merged(last)
@@ -427,15 +427,15 @@ def _merged(span: list[Any]) -> tuple[str, float, float, str]:
     )
 
 
-def _overlap_in_words(found: Mapping[int, Timeline]) -> str:
-    if any(timeline.calls_only for timeline in found.values()):
+def _overlap_in_words(steps: Mapping[int, Timeline]) -> str:
+    if any(timeline.calls_only for timeline in steps.values()):
         return "from the call to the moment at which torch noticed its end; what else the ranks did is not recorded"
-    under_way, exposed = (sum(values) for values in zip(*(overlap(timeline) for timeline in found.values())))
+    under_way, exposed = (sum(values) for values in zip(*(overlap(timeline) for timeline in steps.values())))
     if not under_way:
         return "no communication"
     share = 1 - min(1.0, exposed / under_way)
-    worst = max(found, key=lambda rank: overlap(found[rank])[1])
-    return f"{share:.0%} of communication overlapped · {_ms(overlap(found[worst])[1]):.1f} ms exposed on rank {worst}"
+    worst = max(steps, key=lambda rank: overlap(steps[rank])[1])
+    return f"{share:.0%} of communication overlapped · {_ms(overlap(steps[worst])[1]):.1f} ms exposed on rank {worst}"
 
 
 # ---- memory

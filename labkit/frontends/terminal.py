@@ -41,24 +41,20 @@ from labkit.course.classroom.page import about as class_about
 from labkit.course.classroom.page import cells as class_cells
 from labkit.course.classroom.page import title as class_title
 from labkit.figures.advice import HEADS as ADVICE_HEADS
-from labkit.figures.advice import MISFIT_HEADS, Advised, Scaled
+from labkit.figures.advice import MISFIT_HEADS, Advised, Comparison, Estimated, Scaled
 from labkit.figures.atlas import EVIDENCE_HEADS, Atlas
 from labkit.figures.atlas import HEADS as ATLAS_HEADS
 from labkit.figures.charts import timeline
 from labkit.figures.colours import PHASES as PHASE_COLOURS
 from labkit.figures.colours import rank_colour
-from labkit.figures.estimated import Comparison, Estimated
-from labkit.figures.explained import NO_FINDINGS, Explained
-from labkit.figures.prediction import Prediction
+from labkit.figures.tables import NO_FINDINGS, Explained, Prediction
 from labkit.frontends.console import Console
 from labkit.launch.leases import Ticket, devices, duration
 from labkit.record.documents import Summary, UnreadableRun
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Source, polled
 from labkit.record.ranks import RankState
-from labkit.record.startup import in_words, is_starting, newest
-from labkit.record.startup import table as startup_rows
-from labkit.record.state import RunState
+from labkit.record.state import RunState, is_starting, newest_milestone, start_in_words, start_table
 from labkit.record.writer import PHASES
 from labkit.runs.comparing import Comparing
 
@@ -323,7 +319,7 @@ _STYLES = {
 
 def line(state: RunState) -> str:
     """Summarises the state in one line: `training · step 120/470 · 0:32 left · 1,650 samples/s · loss 0.4321`."""
-    return visible_line(" · ".join(filter(None, [state.words, in_words(state), *_figures_of_run(state)])))
+    return visible_line(" · ".join(filter(None, [state.words, start_in_words(state), *_figures_of_run(state)])))
 
 
 def view(state: RunState, folder: RunFolder, height: int | None = None) -> RenderableType:
@@ -468,7 +464,7 @@ def _row(state: RunState, number: int) -> list[RenderableType]:
 def _startup(state: RunState, rows: int) -> RenderableType:
     """The start-up milestones that each rank has reached, with the seconds since launch."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    head, *ranks = startup_rows(state)
+    head, *ranks = start_table(state)
     for name in head:
         table.add_column(name, justify="right" if name != head[0] else "left")
     for number, *texts in ranks[:rows]:
@@ -567,7 +563,7 @@ def _plain(source: Source, folder: RunFolder, console: Console, leave: Callable[
             if finding.kind == "wrong" and finding.name not in found and not state.over:
                 console.print(_finding(finding))
                 found.add(finding.name)
-        words = state.words, newest(state)
+        words = state.words, newest_milestone(state)
         if words != said or time.monotonic() - since >= _PLAIN_SECONDS:
             console.print(Text(line(state)), soft_wrap=True)
             said, since = words, time.monotonic()

@@ -16,9 +16,8 @@ from labkit.launch.watchdog import end_all
 from labkit.record import clock
 from labkit.record.documents import State, Status, Summary, Unreadable, plain
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower
+from labkit.record.follow import Follower, current_status
 from labkit.record.state import OVER, RunState
-from labkit.record.status import current
 from labkit.record.writer import FULL, Reserve
 
 # ---- closing the record
@@ -121,7 +120,7 @@ def main(run_dir: str) -> None:
         if _is_scheduled(folder):
             return
         end_processes(folder)
-        close(folder, "failed", current(folder).message or _NOT_STARTED)
+        close(folder, "failed", current_status(folder).message or _NOT_STARTED)
 
 
 def _is_scheduled(folder: RunFolder) -> bool:

@@ -38,10 +38,10 @@ from labkit.launch.warm.client import Cold, Consent, Started, consent, dependenc
 from labkit.plan.script import command, write_script
 from labkit.plan.spec import Spec
 from labkit.record.documents import Guesses, LaunchPlan, Plan, Status, Unreadable
+from labkit.record.files import LogTail
 from labkit.record.folder import RunFolder, runs_root
-from labkit.record.logs import LogTail
+from labkit.record.follow import current_status, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
 from labkit.record.state import OVER, RunState
-from labkit.record.status import current, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
 from labkit.setup.limits import Limits, in_force
 
 # ---- starts the supervisor of a run, warm or cold, and holds the lifeline that ends the run with this process
@@ -321,7 +321,7 @@ class Job:
 
     def status(self) -> Status:
         """The current status as seen by the supervisor, as in `status.json`."""
-        return current(self.folder)
+        return current_status(self.folder)
 
     @property
     def state(self) -> str:

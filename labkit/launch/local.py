@@ -12,9 +12,8 @@ from pathlib import Path
 
 from labkit.common.processes import TAG
 from labkit.launch import ras
-from labkit.plan.fields import SpecError
 from labkit.plan.nodes import Node
-from labkit.plan.spec import Spec
+from labkit.plan.spec import Spec, SpecError
 from labkit.record import clock
 from labkit.record.documents import Devices, LaunchPlan
 from labkit.record.folder import RunFolder

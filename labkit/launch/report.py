@@ -3,7 +3,7 @@ GIL, and those that died without a message.
 
 Once per second the supervisor checks the process of each rank and writes a `silent` event on behalf of such a rank; a
 `heard` event follows when the rank responds again. A C call that holds the GIL is detected by the stacks that
-faulthandler writes in the rank when its monitoring thread has not run for too long; see `probe/waiting.py`. Both are
+faulthandler writes in the rank when its monitoring thread has not run for too long; see `probe/threads.py`. Both are
 reported after as many seconds as a rank that waits, `hang_after` of the Spec: a debugger or a shell may stop a process
 briefly. The only record of a rank that died without a message is torchrun's final report.
 """

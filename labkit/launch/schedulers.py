@@ -27,8 +27,8 @@ from labkit.launch.warm.client import Cold
 from labkit.plan.spec import Spec
 from labkit.record.documents import LaunchPlan, TrainJob
 from labkit.record.folder import RunFolder
+from labkit.record.follow import hidden_supervisor, is_here, supervisor_of
 from labkit.record.state import OVER
-from labkit.record.status import hidden_supervisor, is_here, supervisor_of
 from labkit.setup.environment import has, how_to_add
 
 SLURM, KUBEFLOW = "slurm", "kubeflow"

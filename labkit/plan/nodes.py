@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from labkit.common.arguments import Number, shown
 from labkit.common.units import counted
-from labkit.plan.fields import SpecError, about, default_of
-from labkit.plan.spec import Spec
+from labkit.plan.spec import Spec, SpecError, about, default_of
 from labkit.setup.machine import Machine
 
 # ---- the commands of the lab that start a Spec

@@ -74,7 +74,7 @@ of a framework, whose row says what it does differently; `prediction/scale/step.
 rule and its source in their docstrings. What an accelerator and a network reach is in `prediction/devices.py`, or in a
 file that describes another machine. `prediction/scale/check.py` compares estimates with published runs; constants that
 were fitted are in these tables only, never next to a case. The formulas of the states are those of `analysis/theory/`,
-and a test compares them with the trace. `figures/advice.py` and `figures/estimated.py` display the results.
+and a test compares them with the trace. `figures/advice.py` displays the results.
 
 `prediction/scale/published.csv.gz` has published runs on real GPUs, verbatim. `prediction/scale/atlas.py` reads them as
 a `Training`, a `Layout` and what was measured, selects some of them, ranks the layouts of a case, and finds those that

@@ -24,9 +24,7 @@ from msgspec.structs import replace
 from labkit.analysis.theory.formulas import six_nd, states, theory
 from labkit.common.arguments import shown
 from labkit.common.files import user_cache, write_atomically
-from labkit.plan.fields import SpecError
-from labkit.plan.settling import check_available
-from labkit.plan.spec import Spec
+from labkit.plan.spec import Spec, SpecError, check_available
 from labkit.prediction.devices import BEFORE_HOPPER, DEVICES, HERE, Accelerator, Device, accelerator_of
 from labkit.prediction.links import CALIBRATE, LinkTable, stored
 from labkit.prediction.tracer import TRACER, TraceFailed, classes, joined, never, traced

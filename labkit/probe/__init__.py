@@ -16,18 +16,17 @@ labkit, the probe imports only the event writer (`record`).
 `patches`           installs and removes all wrappers and hooks
 `hooks`             decides what they call; calls of backward, and gradient scalers
 `threads`           selects the thread of the script that is followed; processes that the script starts; threads of
-                    `nn.DataParallel`
+                    `nn.DataParallel`; detects when the script makes no progress, and keeps its position in files that
+                    outlive the process: for crashes, kills, endless C calls
 `steps`             turns hook calls into steps and phases, and writes each once the device has finished it;
                     milestones of a rank before its first step
-`losses`            the loss of a step, per optimizer
 `samples`           the number of samples of a step, and facts that are compared across ranks
-`optimizers`        the script's optimizers, which of them paces the steps, and updates that no hook reports
+`optimizers`        the script's optimizers, which of them paces the steps, updates that no hook reports, and the loss
+                    of a step for each of them
 `clocks`            one interface for CPU time and CUDA stream time
 `memory`            bytes of live tensors by owner, those that outlive a step, and what the C library keeps
 `sampler`           profiles a few steps with torch's profiler
 `timeline`          turns a profile into a timeline and a memory curve
-`waiting`           a thread that detects when the script makes no progress; the script's position in files that
-                    outlive the process: for crashes, kills, endless C calls
 `tensors`           writes gradients and parameters to files if LABKIT_TENSORS=1
 `traffic`           bytes exchanged between ranks, by operation, from torch's flight recorder
 `hosts`             several nodes: the store on loopback, the hosts of all ranks, nodes that are cut off
@@ -58,7 +57,7 @@ on, or never, depending on what else was freed: a warm run of the CNN took 80 ms
 `probe/samples.py` notes what only a comparison of ranks shows (digests of first batches, epochs of samplers, paths of
 saved files).
 
-Hangs and crashes. `probe/waiting.py` is a thread that notices a lack of progress, and writes stacks and collectives
+Hangs and crashes. `WaitWatch` in `probe/threads.py` notices a lack of progress, and writes stacks and collectives
 while it lasts. `Position` serves the cases in which this thread cannot run: it keeps the current line in a small file,
 and faulthandler writes the stacks at a fatal signal, or when a C call has held the GIL for too long. `os._exit` is
 wrapped, which reports even this exit with its line.

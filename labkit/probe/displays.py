@@ -2,7 +2,7 @@
 model on the rank and its view in the browser. Imported by the first cell that needs IPython.
 
 A widget talks to its view in messages of a comm; those of a rank travel over the channel to the notebook, which has the
-other end (`frontends/magic/widgets.py`).
+other end (`frontends/magic/group.py`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import torch
 
 from labkit.probe.journal import Guard, Journal, compiling, skip_frames
 from labkit.probe.looks import Looks
-from labkit.probe.losses import edge_before, edge_of
+from labkit.probe.optimizers import edge_before, edge_of
 from labkit.probe.patches import Patches
 from labkit.probe.sampler import StepSampler
 from labkit.probe.samples import Observations, Shape, shapes_in

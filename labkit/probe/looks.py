@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 
 from labkit.probe.journal import Guard, Journal, compiling
-from labkit.probe.losses import Edge
 from labkit.probe.memory import local
+from labkit.probe.optimizers import Edge
 from labkit.probe.patches import Patches
 from labkit.probe.tensors import outermost
 from labkit.probe.timeline import OF_PROBE

@@ -22,7 +22,7 @@ from labkit.probe.journal import Guard, Journal
 from labkit.probe.lifetime import exit_process, leave
 from labkit.probe.memory import keep_memory
 from labkit.probe.patches import Patches
-from labkit.probe.waiting import Position
+from labkit.probe.threads import Position
 from labkit.record import clock
 from labkit.record.stacks import MESSAGE_LIMIT, clipped, of_script
 
@@ -189,7 +189,7 @@ class Watched:
         position = Guard(self.journal, "position")(Position, run, _number("RANK"))
         if self._watch:
             from labkit.probe.hooks import keep_tensors
-            from labkit.probe.waiting import WaitWatch
+            from labkit.probe.threads import WaitWatch
 
             patience = _number("LABKIT_HANG_AFTER", 30)
             self._waiting = Guard(self.journal, "waiting")(WaitWatch, self.journal, self._watch, patience, position)

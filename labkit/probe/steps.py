@@ -16,9 +16,18 @@ from labkit.probe.clocks import CpuClock, CudaClock, clock_for, computes_on, lik
 from labkit.probe.hosts import exchange
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.looks import Looks
-from labkit.probe.losses import Edge, Loss, LossWatch, Share, share_of
 from labkit.probe.memory import MemoryWatch, local
-from labkit.probe.optimizers import InsideBackward, Optimizers, Pace, UpdateWatch
+from labkit.probe.optimizers import (
+    Edge,
+    InsideBackward,
+    Loss,
+    LossWatch,
+    Optimizers,
+    Pace,
+    Share,
+    UpdateWatch,
+    share_of,
+)
 from labkit.probe.patches import Patches
 from labkit.probe.sampler import StepSampler
 from labkit.probe.samples import Observations, SampleCount, Shape, packed, shapes_in

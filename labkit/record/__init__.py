@@ -29,8 +29,8 @@ one order, waits for half a line, and counts a broken one. `record/clock.py` is 
 its start, continued by the monotonic clock, the same in all of its processes. Rare events are JSON lines in
 `events/rankN.jsonl`. Steps are binary records of 88 bytes in `events/rankN.steps`, whose columns are a numpy dtype
 (`head -1` shows it), each appended in one write: 8 ranks × 100,000 steps take 70 MB and open in less than two seconds
-of CPU time. Each line says how many records came before it, which gives both files one order. `record/steps.py` has
-the columns of a rank's steps as numpy arrays: the newest records are in memory and older ones are read from the file
+of CPU time. Each line says how many records came before it, which gives both files one order. The columns
+of a rank's steps are numpy arrays: the newest records are in memory and older ones are read from the file
 again, so a state stops growing after some thousand steps; ten million open in 110 MB. The file is not mapped, because
 a process that maps a file dies when another one truncates it. Folders of older versions, whose steps are JSON lines,
 open as before. Everything else that is written regularly (profiled steps, traffic, samples from outside) becomes
@@ -44,10 +44,10 @@ any other script it is inferred from digests of the first inputs, and the summar
 state is computed once per revision (`per_revision`), a number that grows with every change: findings, ledger, summary
 and rows of a comparison cost nothing at a redraw without a new event. A state knows no clock. Its present is the
 newest sample of the supervisor, an event like any other, and the length of a hang is what the waiting rank reports; a
-test ensures that neither analysis nor figures read a clock. `record/follow.py` keeps a state up to date with a
-folder, or plays a recorded run again, and `record/logs.py` reads logs, both from the position of the last read, at
-bounded cost. `record/startup.py` says what each rank has reached before its first step, `record/status.py` what the
-status is now, also if no process is left to write it.
+test ensures that neither analysis nor figures read a clock. `record/state.py` also says what each rank has
+reached before its first step. `record/follow.py` says what the status is now, also if no process is left to write it,
+and keeps a state up to date with a folder, or plays a recorded run again; `LogTail` in `record/files.py` reads logs;
+both from the position of the last read, at bounded cost.
 
 `record/channel.py` is the one thing that is no file: what a notebook and ranks that stay send each other.
 """

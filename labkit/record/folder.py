@@ -29,8 +29,7 @@ from labkit.record.documents import (
     read_document,
 )
 from labkit.record.events import RANKS, Recorded
-from labkit.record.files import NotPlain, is_plain, names_below, open_below, read_below
-from labkit.record.logs import KEEP, LogTail, search
+from labkit.record.files import KEEP, LogTail, NotPlain, is_plain, names_below, open_below, read_below, search
 from labkit.record.reader import Reader
 from labkit.record.writer import steps_path
 
@@ -269,7 +268,7 @@ class RunFolder:
         return self.events / f"rank{rank}.jsonl"
 
     def position_of(self, rank: int) -> Path:
-        """The last known line of one rank's script; see probe/waiting.py."""
+        """The last known line of one rank's script; see probe/threads.py."""
         return self.path / "stacks" / f"rank{rank}.position.json"
 
     def crash_of(self, rank: int) -> Path:
@@ -282,12 +281,12 @@ class RunFolder:
 
     def event_files(self) -> dict[int, Path]:
         """The event files there are, by rank."""
-        found = {}
+        files = {}
         for name in names_below(self.path, self.events):
             number = re.fullmatch(r"rank(\d{1,6})\.jsonl", name, re.ASCII)
             if number and int(number[1]) < RANKS:
-                found[int(number[1])] = self.events / name
-        return dict(sorted(found.items()))
+                files[int(number[1])] = self.events / name
+        return dict(sorted(files.items()))
 
     def log_of(self, rank: int, stream: str = "stdout", attempt: int | None = None) -> Path | None:
         """The output of one rank in one attempt (default: the newest); None if there is none yet."""
@@ -301,13 +300,13 @@ class RunFolder:
 
     def log_files(self, stream: str = "stdout") -> dict[tuple[int, int], Path]:
         """The output files by (attempt, rank)."""
-        found = {}
+        files = {}
         for number, place in self._attempts():
             for rank in names_below(self.path, place):
                 path = place / rank / f"{stream}.log"
                 if re.fullmatch(r"\d{1,6}", rank, re.ASCII) and os.path.lexists(path):
-                    found[number, int(rank)] = path
-        return dict(sorted(found.items()))
+                    files[number, int(rank)] = path
+        return dict(sorted(files.items()))
 
     def _attempts(self) -> Iterator[tuple[int, Path]]:
         """The folders with the output of each attempt, in torchrun's layout: `<id>/attempt_<n>/<rank>/<stream>.log`."""

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from zlib import error as ZlibError
 
 from labkit.common.arguments import shown
-from labkit.common.files import user_cache
-from labkit.common.reading import open_regular, read_regular
+from labkit.common.files import open_regular, read_regular, user_cache
 from labkit.common.units import counted, size
 from labkit.record.files import is_plain
 
@@ -167,7 +166,7 @@ def opened(name: str) -> Path:
         if place is None or not place.is_dir():  # otherwise another process has just unpacked it
             why = str(error) if isinstance(error, BadArchive) else f"{path} cannot be opened: {error.strerror}"
             raise LookupError(why) from None
-    found = [spec.parent for spec in sorted(place.glob(f"{RECORDING}/*/spec.json")) if spec.is_file()]
-    if not found:
+    runs = [spec.parent for spec in sorted(place.glob(f"{RECORDING}/*/spec.json")) if spec.is_file()]
+    if not runs:
         raise LookupError(f"{path} ({size(path.stat().st_size)}) has no recorded run; labkit pack RUN writes one")
-    return found[0]
+    return runs[0]

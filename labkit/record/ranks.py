@@ -31,8 +31,8 @@ from labkit.record.events import (
     Traffic,
     Waiting,
 )
+from labkit.record.reader import Steps
 from labkit.record.stacks import error_in, place
-from labkit.record.steps import Steps
 
 _ENOUGH = 2  # steps that must agree: in a single step, batches may coincide by chance, such as zeros in a warm-up
 

@@ -4,14 +4,15 @@ length.
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-
-from labkit.record.garbage import uncollected
 
 TEXT_LIMIT = 1 << 14  # characters of a traceback, or of any other text of an event
 MESSAGE_LIMIT = 1 << 12  # characters of an error's message, which findings search with regular expressions
@@ -20,9 +21,8 @@ _FRAME = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+)(?:,? in (?P<f
 _THREAD = re.compile(r"^(?P<current>Current thread|Thread) .*\(most recent call first\):$", re.MULTILINE)
 # parts of paths that do not belong to a script
 LIBRARIES = ("site-packages", "/lib/python", "/labkit/probe/", "/labkit/record/")
-RUNNER = str(
-    Path(__file__).parents[1] / "probe" / "runner.py"
-)  # frames of this file, and those outside of it, are not the script's
+# frames of this file, and those outside of it, are not the script's
+RUNNER = str(Path(__file__).parents[1] / "probe" / "runner.py")
 _NAMED = re.compile(r"^(?P<type>(?:\w+\.)*\w*(?:Error|Exception|Warning|Interrupt|Exit)): (?P<message>.*)$", re.DOTALL)
 
 
@@ -44,6 +44,18 @@ def place(stack: str | None) -> str:
         return ""
     file = frames[-1]["file"].replace("\\", "/").rpartition("/")[2]
     return f"{file}:{frames[-1]['line']}" + (f" in {frames[-1]['function']}" if frames[-1]["function"] else "")
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Runs its block without the collector, which is turned on again afterwards if it was on."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def frame_of(thread: threading.Thread) -> FrameType | None:
@@ -89,12 +101,12 @@ def in_collective(dump: str) -> str:
     """The stack of a thread that Python started and that calls a collective in a dump of faulthandler; empty if there
     is none."""
     threads = re.split(r"^(?:Current thread|Thread) .*\n", dump, flags=re.MULTILINE)[1:]
-    found = (text for text in threads if "_bootstrap" in text and "/distributed/distributed_c10d.py" in text)
-    return "\n".join(reversed(next(found, "").strip().splitlines()))
+    stacks = (text for text in threads if "_bootstrap" in text and "/distributed/distributed_c10d.py" in text)
+    return "\n".join(reversed(next(stacks, "").strip().splitlines()))
 
 
 def error_in(line: str) -> tuple[str, str] | None:
     """Type and message of the last line of a traceback, such as `NameError: name 'x' is not defined`; None for any
     other line."""
-    found = _NAMED.match(line.strip())
-    return (found["type"].rpartition(".")[2], found["message"]) if found else None
+    named = _NAMED.match(line.strip())
+    return (named["type"].rpartition(".")[2], named["message"]) if named else None

@@ -1,5 +1,5 @@
 """RunState: the fold of a run's events, and what it says: progress, words, failure. Live charts, terminal, replay,
-summary and tests all read the same state.
+summary and tests all read the same state. At the end stand the milestones of its start, in seconds after its request.
 
 `apply` takes one event at a time, in any order between ranks: what readers return, and the documents of the folder, so
 a replayed run is handled like a live one. All of them are trusted, because decoding has checked them.
@@ -15,7 +15,7 @@ import functools
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from msgspec.structs import replace
@@ -39,8 +39,8 @@ from labkit.record.ranks import (
     repeated_note,
     uneven_note,
 )
+from labkit.record.reader import Block, number
 from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped
-from labkit.record.steps import Block, number
 from labkit.record.writer import OWNERS, STARTUP
 
 OVER = ("finished", "failed", "stopped", "lost", "imported")
@@ -69,10 +69,10 @@ def per_revision(
     @functools.wraps(compute)
     def known(state: RunState, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Derived:
         revision, key = state.revision, (compute, args, tuple(kwargs.items()))
-        found = state.derived.get(key)
-        if found is None or found[0] != revision:
-            found = state.derived[key] = revision, compute(state, *args, **kwargs)
-        return found[1]
+        derived = state.derived.get(key)
+        if derived is None or derived[0] != revision:
+            derived = state.derived[key] = revision, compute(state, *args, **kwargs)
+        return derived[1]
 
     return known
 
@@ -538,3 +538,91 @@ _HANDLERS: dict[type, Callable[[RunState, Any], None]] = {
     events.System: RunState._on_system,
     **dict.fromkeys(events.OBSERVATIONS.values(), RunState._on_saw),
 }
+
+
+# ---- the start of a run: the milestones of each rank before its first step
+
+# In the order in which a script usually reaches them. Those in `writer.STARTUP` are missing if a script never reaches
+# them, and in runs of versions that did not record them.
+MILESTONES = {
+    "agent": "torchrun started",
+    "process": "process started",
+    "torch": "torch imported",
+    "group": "group formed",
+    "data": "data ready",
+    "batch": "first batch",
+    "step": "first step",
+}
+
+
+@per_revision
+def milestones(state: RunState) -> Mapping[int, Mapping[str, float]]:
+    """By rank (including ranks that have not started), the seconds from the request of the run to each reached
+    milestone.
+    """
+    agent = state.status.agent_began
+    return {
+        number: _reached_by(state, state.ranks.get(number) or RankState(number), agent)
+        for number in range(state.world_size)
+    }
+
+
+def _reached_by(state: RunState, rank: RankState, agent: float | None) -> dict[str, float]:
+    first = rank.steps.t[rank.first_step] if len(rank.steps) > rank.first_step else None
+    times = {"agent": agent, "process": rank.began, "torch": rank.started, **rank.startup, "step": first}
+    after = {name: elapsed(state.status.started, times.get(name)) for name in MILESTONES}
+    return {name: float(seconds) for name, seconds in after.items() if seconds is not None}
+
+
+def is_starting(state: RunState) -> bool:
+    """Whether a rank of a requested run has not finished its first step, even if the run has ended."""
+    return (
+        state.status.state != "ready"
+        and not state.imported
+        and any("step" not in reached for reached in milestones(state).values())
+    )
+
+
+def newest_milestone(state: RunState) -> str | None:
+    """The milestone that was reached last, on any rank; None before the first."""
+    of_ranks = milestones(state).values()
+    names = [name for name in MILESTONES if any(name in reached for reached in of_ranks)]
+    return max(names, key=lambda name: max(_seconds_to(of_ranks, name)), default=None)
+
+
+def start_in_words(state: RunState) -> str:
+    """How far a run has started: `torch imported on 1 of 2 ranks (3.1 s)`; empty before the first milestone, and once
+    all ranks train."""
+    name = newest_milestone(state) if is_starting(state) else None
+    if name is None:
+        return ""
+    seconds = _seconds_to(milestones(state).values(), name)
+    ranks = f" on {len(seconds)} of {state.world_size} ranks" if state.world_size > 1 and name != "agent" else ""
+    return f"{MILESTONES[name]}{ranks} ({max(seconds):.1f} s)"
+
+
+def _seconds_to(of_ranks: Iterable[Mapping[str, float]], name: str) -> list[float]:
+    return [reached[name] for reached in of_ranks if name in reached]
+
+
+def start_table(state: RunState) -> list[tuple[str, ...]]:
+    """Rows of texts, a header and one per rank: the seconds of every milestone, `…` for one not reached yet.
+
+    A skipped milestone, before others that were reached, is shown as `–`: the script may never reach it.
+    """
+    of_ranks = milestones(state)
+    shown = [
+        name
+        for name in MILESTONES
+        if name == "step" or any(name in reached for reached in of_ranks.values()) or not state.over
+    ]
+    rows = [("rank", *(MILESTONES[name] for name in shown))]
+    return rows + [(str(number), *_start_cells(reached, shown, state.over)) for number, reached in of_ranks.items()]
+
+
+def _start_cells(reached: Mapping[str, float], shown: list[str], over: bool) -> list[str]:
+    last = max((index for index, name in enumerate(shown) if name in reached), default=-1)
+    return [
+        f"{reached[name]:.1f} s" if name in reached else "–" if over or index < last else "…"
+        for index, name in enumerate(shown)
+    ]

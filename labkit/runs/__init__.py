@@ -1,5 +1,5 @@
-"""Runs as Python objects: starting and following one run (`handle`), comparing several strategies (`comparing`);
-making a run of files of a job that ran elsewhere (`importing`); measuring communication between ranks (`calibration`).
+"""Runs as Python objects: starting and following one run (`handle`), comparing several strategies (`comparing`); runs
+on other machines (`gathering`); measuring communication between ranks (`calibration`).
 
 It never imports front ends or torch; figures are imported when they are created.
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from labkit.analysis.comparison import Badge, Row, document, recorded_elsewhere, rows
 from labkit.analysis.guess import SPEEDUP
 from labkit.common.arguments import check_seconds, shown
-from labkit.plan.fields import about
-from labkit.plan.spec import Spec, SpecError, check_fields
+from labkit.plan.spec import Spec, SpecError, about, check_fields
 from labkit.runs.guesses import PENDING, Guess, ask_for
 from labkit.runs.handle import Run, begin, settle
 from labkit.runs.notebook import cell, in_notebook

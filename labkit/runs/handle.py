@@ -29,13 +29,12 @@ from labkit.launch.schedulers import follow_again
 from labkit.launch.warm.client import prepare
 from labkit.plan.nodes import Node
 from labkit.plan.script import write_script
-from labkit.plan.settling import default_precision
-from labkit.plan.spec import Spec, SpecError, bounds_of, check_fields
+from labkit.plan.spec import Spec, SpecError, bounds_of, check_fields, default_precision
 from labkit.prediction.predict import cached
 from labkit.record.documents import plain
+from labkit.record.files import whole
 from labkit.record.folder import STREAMS, RunFolder
 from labkit.record.follow import Follower
-from labkit.record.logs import whole
 from labkit.record.state import OVER, RunState
 from labkit.runs.guesses import Guess, attach, document, pending
 from labkit.runs.notebook import in_notebook

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from labkit.common.arguments import Number, shown
-from labkit.common.reading import read_regular
+from labkit.common.files import read_regular
 
 # ---- the configuration files
 

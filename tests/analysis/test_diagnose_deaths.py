@@ -93,7 +93,7 @@ CRASH = """Fatal Python error: Segmentation fault
 
 Thread 0x00007f1a2b7fe640 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
-  File "/home/ann/labkit/probe/waiting.py", line 41 in run
+  File "/home/ann/labkit/probe/threads.py", line 41 in run
 
 Current thread 0x00007f1a3c0fe740 (most recent call first):
   File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at

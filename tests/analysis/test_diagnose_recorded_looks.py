@@ -10,7 +10,7 @@ from folded import fold
 
 from labkit.analysis.diagnose import findings
 from labkit.probe.looks import _normalised_twice
-from labkit.probe.losses import edge_of
+from labkit.probe.optimizers import edge_of
 from labkit.record.state import RunState
 
 

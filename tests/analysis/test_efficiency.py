@@ -17,8 +17,7 @@ from labkit.analysis.comparison import HEADS, cells, rows, sentences
 from labkit.analysis.metrics import efficiency, predicted_efficiency
 from labkit.analysis.prediction import sentences as said
 from labkit.analysis.summary import summarise
-from labkit.figures.prediction import Prediction
-from labkit.figures.tables import ranks_html, speed_html
+from labkit.figures.tables import Prediction, ranks_html, speed_html
 from labkit.frontends.panel.predict import plan_html
 from labkit.frontends.terminal import line, prediction_table
 from labkit.plan.spec import Spec

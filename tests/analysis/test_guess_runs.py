@@ -13,7 +13,7 @@ from labkit import figures, guess
 from labkit.analysis.comparison import guess_sentence
 from labkit.analysis.comparison import sentences as comparison_sentences
 from labkit.analysis.guess import FIGURES, outcomes, own_sentences, statement
-from labkit.frontends.handout.run import stand_in
+from labkit.frontends.handout.execute import stand_in
 from labkit.launch.job import Job
 from labkit.plan.spec import Spec, SpecError
 from labkit.prediction import predict as planning

@@ -29,17 +29,16 @@ from labkit.figures.as_plotly import parts
 from labkit.figures.tables import findings_html, ledger_html, ranks_html
 from labkit.frontends import terminal
 from labkit.frontends.console import Console
-from labkit.frontends.handout.run import RunError, run_page
+from labkit.frontends.handout.page import RunError, run_page
 from labkit.frontends.panel.charts import Feed
 from labkit.frontends.panel.recorded import label
-from labkit.frontends.panel.words import finding_html, progress_html, state_html
+from labkit.frontends.panel.widgets import finding_html, progress_html, state_html
 from labkit.launch.job import Job
 from labkit.record.documents import plain
 from labkit.record.events import parse
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower, Recording, recorded_words
+from labkit.record.follow import Follower, Recording, is_over, recorded_words
 from labkit.record.state import RunState
-from labkit.record.status import is_over
 from labkit.record.writer import steps_path
 
 # ---- mutations of a recorded file

@@ -23,8 +23,8 @@ from labkit.launch.warm import client
 from labkit.plan import checkpoints
 from labkit.record.events import Checkpoint
 from labkit.record.folder import RunFolder
+from labkit.record.follow import current_status
 from labkit.record.state import OVER
-from labkit.record.status import current
 from labkit.runs.handle import Run
 
 STEPS = 40
@@ -127,7 +127,7 @@ def _kill(one: Attack, starter: psutil.Process, root: str, server: psutil.Proces
 def _wrong(one: Attack, folder: RunFolder) -> str:
     """The state of the run, if it is a wrong one, otherwise empty. A run that was attacked after its last step may have
     finished before the kill."""
-    state = current(folder).state
+    state = current_status(folder).state
     if one.goes_on:
         return "" if state == "finished" else state or "no state"
     late = one.moment in ("evaluation", "end")

@@ -31,8 +31,8 @@ from labkit.launch.job import Job
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder
+from labkit.record.reader import StepFile
 from labkit.record.state import OVER
-from labkit.record.steps import StepFile
 from labkit.record.writer import steps_path
 from labkit.setup.machine import Machine
 

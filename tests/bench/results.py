@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.common.reading import open_regular
+from labkit.common.files import open_regular
 from labkit.record.writer import Appender
 
 # ---- the result of a benchmark

@@ -17,7 +17,7 @@ from labkit import Run, Spec, SpecError, run
 from labkit.cli import parser as cli
 from labkit.cli.commands import act
 from labkit.plan.script import command
-from labkit.record.logs import whole
+from labkit.record.files import whole
 from labkit.setup.environment import CLONE
 
 FACTS = """\

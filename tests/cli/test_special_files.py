@@ -15,7 +15,7 @@ from bench import results
 from commands import recorded_run
 from foreign import command
 
-from labkit.common.reading import open_regular, read_regular
+from labkit.common.files import open_regular, read_regular
 from labkit.setup import limits
 
 pytestmark = pytest.mark.thorough

@@ -23,8 +23,8 @@ from labkit.figures.charts import CHARTS
 from labkit.figures.tables import Findings
 from labkit.frontends import terminal
 from labkit.frontends.console import Console
-from labkit.frontends.handout.run import run_page
-from labkit.frontends.magic.output import RankOutput, Shown
+from labkit.frontends.handout.page import run_page
+from labkit.frontends.magic.cell import RankOutput, Shown
 from labkit.frontends.panel.lab import Lab
 from labkit.record.folder import RunFolder
 from labkit.runs.handle import Run

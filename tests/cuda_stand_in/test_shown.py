@@ -11,7 +11,7 @@ from cuda_stand_in.test_strategies import ASKED, check
 from labkit.analysis.profiled import beyond
 from labkit.figures.charts import memory_by_owner
 from labkit.frontends import doctor
-from labkit.frontends.panel.profiled import apart
+from labkit.frontends.panel.charts import apart
 from labkit.runs.handle import run as start
 from labkit.setup import preflight
 

@@ -16,7 +16,7 @@ from labkit.figures import as_plotly
 from labkit.figures.as_plotly import as_figure, inert, literal
 from labkit.figures.comparison import figure as comparison_figure
 from labkit.figures.controls import CONFIG
-from labkit.figures.prediction import Prediction
+from labkit.figures.tables import Prediction
 from labkit.frontends.handout import page
 from labkit.frontends.panel.charts import Charts
 from labkit.frontends.panel.view import figures_bundle

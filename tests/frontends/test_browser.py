@@ -128,7 +128,7 @@ def test_lab_00_with_recorded_runs(page, jupyter, tmp_path):
     page.add_init_script(FIRST_STARTS_FAIL)
     recorded = {record(tmp_path, settle(strategy, steps=20)).name for strategy in ("single", "ddp")}
     open_notebook(page, jupyter, "labs/00_start_here.py")
-    in_the_kernel(page, f"from labkit.frontends.handout.run import stand_in; stand_in({str(tmp_path)!r})")
+    in_the_kernel(page, f"from labkit.frontends.handout.execute import stand_in; stand_in({str(tmp_path)!r})")
     code = page.evaluate(f"{CELLS}.flatMap((one, number) => one.model.type === 'code' ? [number] : [])")
     for number in code:
         page.evaluate(PREDICT, number)

@@ -12,8 +12,7 @@ from handouts import ask, finished_run
 from labkit import Spec
 from labkit.common.files import MARK
 from labkit.frontends.handout import LabError, course, executed, lab_page
-from labkit.frontends.handout.execute import read_lab, write
-from labkit.frontends.handout.run import RecordedRuns, run_of
+from labkit.frontends.handout.execute import RecordedRuns, read_lab, run_of, write
 from labkit.record.folder import RunFolder
 from labkit.record.packed import SHIPPED
 

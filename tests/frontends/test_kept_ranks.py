@@ -14,10 +14,9 @@ from conftest import processes_of, wait_until
 from kernels import SECONDS, Front
 from places import ROOT
 
-from labkit.frontends.magic.cell import CellError, check_body
+from labkit.frontends.magic.cell import CellError, Measured, RankOutput, Shown, check_body, merged, ranks_text
 from labkit.frontends.magic.group import Group
 from labkit.frontends.magic.kept import _chosen
-from labkit.frontends.magic.output import Measured, RankOutput, Shown, merged, ranks_text
 from labkit.probe.values import NoValue, packed, unpacked
 from labkit.record.folder import RunFolder
 

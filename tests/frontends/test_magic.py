@@ -10,8 +10,7 @@ from fabricate import FakeRun
 
 from labkit import report
 from labkit.frontends.magic import MOST
-from labkit.frontends.magic.cell import Cell, CellError
-from labkit.frontends.magic.output import RankOutput, Shown, script_html, value_text
+from labkit.frontends.magic.cell import Cell, CellError, RankOutput, Shown, script_html, value_text
 from labkit.record.follow import Follower
 from labkit.setup.machine import Gpu, Machine
 

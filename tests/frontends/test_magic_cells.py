@@ -15,8 +15,7 @@ from places import ROOT
 
 from labkit.analysis.diagnose import Finding
 from labkit.frontends.magic import torchrun
-from labkit.frontends.magic.cell import Cell
-from labkit.frontends.magic.output import Shown
+from labkit.frontends.magic.cell import Cell, Shown
 from labkit.frontends.magic.torchrun import CellRun, Reports
 from labkit.setup.machine import Machine
 

@@ -12,8 +12,8 @@ from panels import lines_of, reading, sent_by, started_run
 
 from labkit import SpecError
 from labkit.frontends.panel.lab import Lab
-from labkit.frontends.panel.presentation import Presentation
 from labkit.frontends.panel.recorded import under_way
+from labkit.frontends.panel.widgets import Presentation
 from labkit.record.folder import RunFolder
 from labkit.record.follow import recorded_words
 from labkit.record.packed import shipped
@@ -41,7 +41,9 @@ def opened(lab: Lab) -> Lab:
 
 def test_a_recorded_run_plays_in_the_panel_at_its_own_speed(recorded, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("labkit.frontends.panel.replay.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(
+        "labkit.frontends.panel.recorded.time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock[0]})
+    )
     lab = opened(Lab(recorded="last"))
     view, replay = lab._view, lab._view.replay
     assert "DDP: CNN on digits, 2 ranks" in lab._recorded.title.value
@@ -197,7 +199,7 @@ def test_a_recording_that_cannot_be_read_is_one_sentence(recorded, monkeypatch):
     def broken(folder):
         raise OSError("<b>gone</b>")
 
-    monkeypatch.setattr("labkit.frontends.panel.replay.Recording", broken)
+    monkeypatch.setattr("labkit.frontends.panel.recorded.Recording", broken)
     lab = Lab(recorded="last")
     wait_until(lambda: "cannot be replayed" in lab._view.finding.value)
     assert "<b>gone" not in lab._view.finding.value

@@ -15,7 +15,7 @@ from fabricate import FakeRun, finished_folder
 
 from labkit.analysis import comparison
 from labkit.analysis.comparison import Badge
-from labkit.frontends.panel import compare, profiled, view
+from labkit.frontends.panel import charts, compare, view
 from labkit.frontends.panel.charts import LIVE, Charts
 from labkit.frontends.panel.compare import CompareTab
 from labkit.frontends.panel.view import RunView
@@ -95,9 +95,9 @@ def test_what_is_shown_is_whole_whichever_threads_read_it(runs, busy, monkeypatc
     that changes meanwhile, and no point is lost or doubled."""
     run, torn, messages = FakeRun(runs, steps=STEPS), [], []
     monkeypatch.setattr(view, "findings", steady(view.findings, torn))
-    monkeypatch.setattr(profiled, "write_trace", steady(profiled.write_trace, torn))
-    monkeypatch.setattr(profiled, "ask", steady(profiled.ask, torn, position=1))
-    monkeypatch.setattr(profiled, "timeline", steady(profiled.timeline, torn))
+    monkeypatch.setattr(charts, "write_trace", steady(charts.write_trace, torn))
+    monkeypatch.setattr(charts, "ask", steady(charts.ask, torn, position=1))
+    monkeypatch.setattr(charts, "timeline", steady(charts.timeline, torn))
     monkeypatch.setattr(
         view, "Charts", lambda **settings: Charts({n: steady(c, torn) for n, c in LIVE.items()}, **settings)
     )

@@ -18,7 +18,7 @@ from profiled_steps import state_of, step_event, timeline_event
 from labkit.figures.tables import ranks_html
 from labkit.frontends.panel.charts import CAP, LIVE, WHOLE, Charts, Feed, MachinePicture
 from labkit.frontends.panel.view import Logs, RunView
-from labkit.frontends.panel.words import finding_html, progress_html, state_html, what_html
+from labkit.frontends.panel.widgets import finding_html, progress_html, state_html, what_html
 from labkit.record.documents import Status
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower

@@ -13,8 +13,8 @@ from msgspec.structs import asdict
 from labkit.plan.spec import Spec
 from labkit.record.documents import Guesses, Plan, SpecFields, Status, decoded
 from labkit.record.events import Event, Step, StepMemory, StepSeconds, checked
+from labkit.record.reader import Block, StepFile, column
 from labkit.record.state import Applied, RunState
-from labkit.record.steps import Block, StepFile, column
 from labkit.record.writer import COLUMNS, MEMORY, PHASES, steps_path
 
 DOCUMENTS = {"spec": SpecFields, "status": Status, "prediction": Plan, "guess": Guesses}

@@ -14,7 +14,7 @@ from places import RECORDED
 
 from labkit.cli import parser as cli
 from labkit.cli.commands import act
-from labkit.frontends.handout.run import RunError, run_page
+from labkit.frontends.handout.page import RunError, run_page
 from labkit.record.documents import Unreadable
 from labkit.record.folder import STREAMS, RunFolder
 

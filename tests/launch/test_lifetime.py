@@ -20,7 +20,7 @@ from labkit.common.processes import TAG, identity, members, names, of_folder, ta
 from labkit.launch.job import Job
 from labkit.record.documents import plain
 from labkit.record.folder import RunFolder
-from labkit.record.status import current
+from labkit.record.follow import current_status
 from labkit.runs.handle import run
 
 LIMIT = 5.0  # seconds within which all processes of a stopped or abandoned run end
@@ -177,7 +177,7 @@ def test_stop_kills_a_supervisor_that_does_not_respond(bystander, runs):
     )
     rank = bystander(**tag)
     supervisor_in(fake.folder, **identity(deaf.pid))
-    wait_until(lambda: current(fake.folder).state == "running")
+    wait_until(lambda: current_status(fake.folder).state == "running")
     begun = time.monotonic()
     assert Job.attach(fake.folder).stop() == "stopped"
     assert time.monotonic() - begun < LIMIT

@@ -24,9 +24,9 @@ from labkit.launch.job import Job, LaunchError
 from labkit.launch.watch import Anchor
 from labkit.probe.journal import Journal
 from labkit.record.folder import RunFolder
+from labkit.record.follow import QUIET, current_status
 from labkit.record.reader import Reader
 from labkit.record.state import RunState
-from labkit.record.status import QUIET, current
 from labkit.record.writer import Reserve, Writer
 from labkit.runs.handle import Run, run
 
@@ -68,7 +68,7 @@ def test_a_run_whose_folder_is_moved_ends_and_says_so_there(script, runs):
     handle = run(script(WAITS), nproc=1, device="cpu")
     moved = RunFolder(handle.folder.path.rename(runs / "moved"))
     assert "deleted or moved" in handle.wait().words and not of_folder(handle.folder.path)
-    status = wait_until(lambda: (status := current(moved)).state == "failed" and status)
+    status = wait_until(lambda: (status := current_status(moved)).state == "failed" and status)
     assert f"the run folder was moved to {moved.path} while the run was under way" in status.message
     assert moved.read_summary().state == "failed"
 
@@ -101,8 +101,8 @@ def elsewhere(runs):
 
 
 def test_a_run_of_another_host_is_lost_when_it_gives_no_sign_of_life(elsewhere, tmp_path, capsys):
-    assert current(elsewhere).state == "lost"
-    assert "it ran on gpu-server-7 and has written nothing since" in current(elsewhere).message
+    assert current_status(elsewhere).state == "lost"
+    assert "it ran on gpu-server-7 and has written nothing since" in current_status(elsewhere).message
     assert Job.attach(elsewhere).wait(0.0) == "lost"
     assert command("stop", elsewhere.name) == 0
     assert "already lost (it ran on gpu-server-7" in capsys.readouterr().out
@@ -123,7 +123,7 @@ def test_a_run_of_another_host_that_gives_a_sign_of_life_is_under_way(sign, else
         os.utime(elsewhere.system, (1e9, 1e9))
     else:
         os.utime(elsewhere.events_of(1))
-    assert current(elsewhere).state == "running"
+    assert current_status(elsewhere).state == "running"
     with pytest.raises(LaunchError, match="runs on gpu-server-7; stop it there"):
         Job.attach(elsewhere).stop()
 
@@ -135,7 +135,7 @@ def test_a_process_of_another_host_is_never_found_here(field, elsewhere, bystand
     supervisor_in(elsewhere, **(identity(stranger.pid) | field))
     for path in (elsewhere.status, elsewhere.system):
         os.utime(path, (1e9, 1e9))
-    assert current(elsewhere).state == "lost"
+    assert current_status(elsewhere).state == "lost"
 
 
 def test_a_copy_of_a_run_that_is_under_way_says_that_it_is_one(bystander, runs):
@@ -144,9 +144,11 @@ def test_a_copy_of_a_run_that_is_under_way_says_that_it_is_one(bystander, runs):
     supervisor = bystander("input()", "labkit.launch.supervisor", **{TAG: str(folder.path)})
     supervisor_in(folder, **identity(supervisor.pid))
     copy = RunFolder(shutil.copytree(folder.path, runs / "copy"))
-    assert current(folder).state == "running"
+    assert current_status(folder).state == "running"
     lost = {"state": "lost", "message": f"this folder is a copy of {folder.path}, where the run is under way"}
-    assert structs.replace(current(copy), supervisor=None) == structs.replace(current(folder), supervisor=None, **lost)
+    assert structs.replace(current_status(copy), supervisor=None) == structs.replace(
+        current_status(folder), supervisor=None, **lost
+    )
     assert Job.attach(copy).stop() == "lost"
     assert supervisor.poll() is None
 

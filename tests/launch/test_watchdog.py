@@ -20,7 +20,7 @@ from labkit.common.processes import TAG, members, of_folder, tagged, watchdog_ta
 from labkit.launch import watchdog
 from labkit.launch.job import Job
 from labkit.record.folder import RunFolder
-from labkit.record.status import current
+from labkit.record.follow import current_status
 
 # Instead of torchrun: a process with a socket of multiprocessing, and a child that ends with none of the others, has a
 # segment of shared memory and is in the middle of sending it.
@@ -69,7 +69,7 @@ class Begun:
     def ready(self) -> Begun:
         """Returns when the run has everything that it could leave."""
         ready = self.folder.path / "ready"
-        wait_until(lambda: ready.exists() and ready.read_text() and current(self.folder).supervisor)
+        wait_until(lambda: ready.exists() and ready.read_text() and current_status(self.folder).supervisor)
         child, self.socket = ready.read_text().split()
         self.child, self.segment = int(child), Path(f"/dev/shm/torch_{child}_1_1")
         assert self.left() == [True, True, True]
@@ -147,11 +147,13 @@ def test_nothing_is_left_if_a_document_of_the_run_is_damaged(name, begin, start)
 def test_a_run_whose_starter_and_supervisor_are_killed_before_its_first_status_has_failed(begin):
     run = begin(agent="")
     supervisor = wait_until(lambda: next(iter(of_folder(run.folder.path)), None))
-    assert run.watchdog().is_running() and not current(run.folder).supervisor
+    assert run.watchdog().is_running() and not current_status(run.folder).supervisor
     run.kill("starter")
     run.starter.wait()
     time.sleep(0.5)
-    assert run.watchdog().is_running() and not current(run.folder).supervisor, "the supervisor may still write a status"
+    assert run.watchdog().is_running() and not current_status(run.folder).supervisor, (
+        "the supervisor may still write a status"
+    )
     supervisor.kill()
     wait_until(lambda: not processes_of(str(run.runs)))
     assert run.folder.read_status().state == run.folder.read_summary().state == "failed"
@@ -179,7 +181,7 @@ def test_a_run_goes_on_without_its_watchdog(begin):
     run = begin().ready()
     run.watchdog().kill()
     wait_until(lambda: not tagged(lambda tag: tag == watchdog_tag(run.folder.path)))
-    assert current(run.folder).state == "starting"
+    assert current_status(run.folder).state == "starting"
     assert Job.attach(run.folder).stop() == "stopped"
     assert run.left() == [False, False, False]
 

@@ -11,9 +11,8 @@ from labkit.cli.parser import fields_of, parse
 from labkit.common.arguments import shown
 from labkit.frontends.panel.choices import Choices
 from labkit.launch import local
-from labkit.plan.fields import SCRIPT, STRATEGY, about
 from labkit.plan.script import command, write_script
-from labkit.plan.spec import Spec, SpecError
+from labkit.plan.spec import SCRIPT, STRATEGY, Spec, SpecError, about
 from labkit.record import clock
 from labkit.record.folder import RunFolder
 from labkit.setup.machine import Machine

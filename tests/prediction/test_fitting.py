@@ -8,7 +8,7 @@ import pytest
 from linked import MACHINE
 
 from labkit.analysis.prediction import notes
-from labkit.figures.prediction import Prediction
+from labkit.figures.tables import Prediction
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import device
 from labkit.prediction.predict import with_fit

@@ -20,7 +20,7 @@ import labkit
 from labkit.analysis.prediction import outcomes, ranges, sentences
 from labkit.analysis.theory.formulas import states, theory
 from labkit.figures import chart
-from labkit.figures.prediction import HEADS, Prediction
+from labkit.figures.tables import PREDICTION_HEADS, Prediction
 from labkit.plan.spec import Spec, SpecError
 from labkit.prediction import predict as planning
 from labkit.prediction.devices import DEVICES
@@ -193,7 +193,7 @@ def test_command_prints_a_table_and_one_json_object(monkeypatch, capsys):
     plan = predict(spec_of("single"))
     assert called(*asked) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in (*HEADS, "simulated"))
+    assert all(name in out for name in (*PREDICTION_HEADS, "simulated"))
     assert called(*asked, "--json") == 0
     assert json.loads(capsys.readouterr().out)["ranks"] == plain(plan)["ranks"]
 
@@ -216,7 +216,7 @@ def test_python_returns_a_table_that_escapes_and_a_figure():
     plan = predict(spec_of("ddp"))
     found = labkit.predict("ddp", workload="mlp", nproc=2, batch_size=16, device="cpu", machine="a100x8")
     assert found.plan.ranks == plan.ranks
-    assert found.heads == (*HEADS, "step", "exposed")
+    assert found.heads == (*PREDICTION_HEADS, "step", "exposed")
     assert found.rows[0][0] == "0–1"
     assert "modelled for nodes of 8 × A100" in found.title and "MFU" in found.title
     time = found.to_json()["seconds_per_step"]

@@ -10,8 +10,7 @@ import torch
 from folded import events_in
 from places import SCRIPTS
 
-from labkit.probe.losses import Loss, LossWatch, edge_of, share_of
-from labkit.probe.optimizers import Optimizers
+from labkit.probe.optimizers import Loss, LossWatch, Optimizers, edge_of, share_of
 from labkit.runs import handle
 
 OTHERS = SCRIPTS / "others"

@@ -23,8 +23,7 @@ from labkit.probe.journal import Guard, Journal
 from labkit.probe.patches import Patches
 from labkit.probe.runner import write_error_file
 from labkit.probe.steps import StepWatch
-from labkit.probe.threads import ScriptThread
-from labkit.probe.waiting import Position, WaitWatch
+from labkit.probe.threads import Position, ScriptThread, WaitWatch
 
 
 def test_a_batch_on_its_way_to_the_gpu_is_copied_between_phases_only(tmp_path, monkeypatch, request):

@@ -20,8 +20,7 @@ from labkit.launch import local, report
 from labkit.plan.spec import Spec
 from labkit.record.documents import Status, Unreadable
 from labkit.record.folder import RunFolder, runs_root
-from labkit.record.follow import Follower
-from labkit.record.status import current, supervisor_of
+from labkit.record.follow import Follower, current_status, supervisor_of
 from labkit.record.writer import Writer
 from labkit.setup.machine import Machine
 
@@ -170,7 +169,7 @@ def test_a_run_whose_supervisor_is_gone_has_failed(folder):
     assert follower.state.status.state == "running"
     process.kill()
     process.wait()
-    assert current(folder).state == "failed"
+    assert current_status(folder).state == "failed"
     assert follower.poll()
     assert "its supervisor" in follower.state.words and str(process.pid) in follower.state.words
     assert not follower.poll()
@@ -185,9 +184,9 @@ def test_a_zombie_a_stranger_and_another_host_are_told_apart(folder):
     mine = psutil.Process()
     assert is_same(mine, **identity()) and not is_same(mine, mine.pid, mine.create_time() - 60)
     _status(folder, mine, supervisor=identity() | {"host": "elsewhere"})
-    assert current(folder).state == "running"
+    assert current_status(folder).state == "running"
     _status(folder, mine, supervisor=identity() | {"host": socket.gethostname(), "create_time": 0.0})
-    assert current(folder).state == "failed"
+    assert current_status(folder).state == "failed"
 
 
 def test_another_runs_supervisor_is_not_this_ones(folder):

@@ -17,7 +17,7 @@ from labkit import Lab, SpecError, show
 from labkit.analysis.comparison import alike, recorded
 from labkit.analysis.diagnose import findings
 from labkit.analysis.summary import recorded_summary, summarise
-from labkit.frontends.handout.run import RecordedRuns
+from labkit.frontends.handout.execute import RecordedRuns
 from labkit.plan.spec import Spec
 from labkit.record.documents import LaunchPlan, SpecFields, Status, Unreadable, plain, read_document
 from labkit.record.events import Activity, Unknown, decoded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from labkit.record.logs import LogTail, search
+from labkit.record.files import LogTail, search
 
 
 def test_a_burst_is_counted_whole_and_held_in_part(tmp_path):

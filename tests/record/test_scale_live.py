@@ -22,9 +22,8 @@ from labkit.figures.as_svg import drawing
 from labkit.frontends.panel.view import RunView
 from labkit.frontends.terminal import watch
 from labkit.record.follow import Follower, Recording
-from labkit.record.reader import Reader
+from labkit.record.reader import Block, Reader
 from labkit.record.state import RunState
-from labkit.record.steps import Block
 from labkit.record.writer import COLUMNS, Writer, header, steps_path
 from labkit.runs.handle import Run
 

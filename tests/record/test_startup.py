@@ -15,8 +15,15 @@ from labkit.frontends import terminal
 from labkit.record.events import Startup, checked
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
-from labkit.record.startup import MILESTONES, in_words, is_starting, milestones, newest, table
-from labkit.record.state import RunState
+from labkit.record.state import (
+    MILESTONES,
+    RunState,
+    is_starting,
+    milestones,
+    newest_milestone,
+    start_in_words,
+    start_table,
+)
 
 RECORDED = sorted(path for path in (RECORDED).iterdir() if path.is_dir())
 ASKED = [spec(), status("starting", started=100.0, agent_began=100.25)]
@@ -36,12 +43,12 @@ def test_each_rank_has_the_seconds_since_the_request_of_what_it_has_reached():
         1: {"agent": 0.25, "process": 1.5, "torch": 3.25},
     }
     assert is_starting(state)
-    assert newest(state) == "group"
-    assert in_words(state) == "group formed on 1 of 2 ranks (3.5 s)"
+    assert newest_milestone(state) == "group"
+    assert start_in_words(state) == "group formed on 1 of 2 ranks (3.5 s)"
 
 
 def test_before_any_rank_is_there_the_agent_is():
-    assert in_words(fold(*ASKED)) == "torchrun started (0.2 s)"
+    assert start_in_words(fold(*ASKED)) == "torchrun started (0.2 s)"
     assert not is_starting(fold(spec())), "nothing was asked for yet"
 
 
@@ -50,7 +57,7 @@ def test_a_start_is_over_when_every_rank_has_a_step():
     assert is_starting(state)
     apply(state, step(1, 1, 104.5))
     assert not is_starting(state)
-    assert in_words(state) == ""
+    assert start_in_words(state) == ""
     assert [reached["step"] for reached in milestones(state).values()] == [4.0, 4.5]
 
 
@@ -67,11 +74,11 @@ def test_a_milestone_of_a_newer_version_passes():
 
 def test_the_table_tells_what_is_still_to_come_from_what_never_came():
     events = [*ASKED, start(0, 103.0), startup(0, "data", 103.5)]
-    head, rank_0, rank_1 = table(fold(*events))
+    head, rank_0, rank_1 = start_table(fold(*events))
     assert head == ("rank", *MILESTONES.values())
     assert rank_0 == ("0", "0.2 s", "–", "3.0 s", "–", "3.5 s", "…", "…")
     assert rank_1 == ("1", "0.2 s", "…", "…", "…", "…", "…", "…")
-    head, rank_0, rank_1 = table(fold(*events, status("failed", started=100.0, agent_began=100.25)))
+    head, rank_0, rank_1 = start_table(fold(*events, status("failed", started=100.0, agent_began=100.25)))
     assert head == ("rank", "torchrun started", "torch imported", "data ready", "first step")
     assert rank_0 == ("0", "0.2 s", "3.0 s", "3.5 s", "–")
 
@@ -173,4 +180,4 @@ def test_a_device_mesh_forms_the_group_too(tmp_path):
 
 def test_a_fold_without_a_status_has_no_start():
     assert milestones(RunState()) == {0: {}}
-    assert in_words(RunState()) == ""
+    assert start_in_words(RunState()) == ""

@@ -11,8 +11,7 @@ import numpy
 import pytest
 import torch
 
-from labkit.plan.settling import check_available
-from labkit.plan.spec import Spec, SpecError
+from labkit.plan.spec import Spec, SpecError, check_available
 from labkit.setup import preflight
 from labkit.training.workloads import (
     CIFAR10_FILES,

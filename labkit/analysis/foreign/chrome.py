@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from labkit.analysis.foreign import ForeignError
 from labkit.analysis.foreign.reading import Content
-from labkit.common.reading import open_regular
+from labkit.common.files import open_regular
 from labkit.common.units import counted, size
 
 Numbers = NDArray[np.float64]

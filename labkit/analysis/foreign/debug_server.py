@@ -15,7 +15,7 @@ from typing import Any
 from labkit.analysis.diagnose.finding import Finding, shorter
 from labkit.analysis.foreign import ForeignError, Page, Table
 from labkit.analysis.foreign.reading import Content, as_dict, as_number
-from labkit.common.reading import open_regular
+from labkit.common.files import open_regular
 from labkit.common.units import counted, size, some_ranks
 from labkit.record.events import parse
 from labkit.record.stacks import place

@@ -24,7 +24,7 @@ from labkit.analysis.diagnose.finding import Finding
 from labkit.analysis.foreign import ForeignError, Page, Table, present
 from labkit.analysis.foreign.breakdown import operation
 from labkit.analysis.foreign.reading import Content, as_dict, as_list, as_number, plain_value
-from labkit.common.reading import open_regular
+from labkit.common.files import open_regular
 from labkit.common.units import counted, ranks_in_words, size
 from labkit.record.events import RANKS, Call, OfRank, Timeline
 

@@ -24,7 +24,7 @@ from labkit.analysis.foreign import ForeignError, Page, Table, nccl, present
 from labkit.analysis.foreign.logged_steps import Logged, finite, first_not_finite, step_events, step_in, timed
 from labkit.analysis.foreign.reading import Content
 from labkit.analysis.metrics import median
-from labkit.common.reading import open_regular
+from labkit.common.files import open_regular
 from labkit.common.units import counted, milliseconds, ranks_in_words
 from labkit.record.events import OfRank
 from labkit.record.ranks import PEER_GONE

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from labkit.analysis.foreign import ForeignError
 from labkit.analysis.foreign.reading import Content, as_dict, as_list, as_number, plain_value
 from labkit.analysis.metrics import median
-from labkit.common.reading import open_regular
+from labkit.common.files import open_regular
 from labkit.common.units import size
 
 # ---- the file

@@ -22,8 +22,8 @@ from labkit.analysis.foreign import (
 )
 from labkit.analysis.foreign.chrome import read_profile
 from labkit.analysis.foreign.reading import Content
-from labkit.common.reading import is_folder, open_regular
-from labkit.record.garbage import uncollected
+from labkit.common.files import is_folder, open_regular
+from labkit.record.stacks import uncollected
 
 _PICKLE = b"\x80"  # of protocol 2 or later
 _HEAD = 1 << 16  # bytes in which a file says what it is

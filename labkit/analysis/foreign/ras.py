@@ -19,7 +19,7 @@ from labkit.analysis.diagnose.finding import Finding
 from labkit.analysis.diagnose.ras import STATUS, calls, differing, members, name_of, part_in_words, ranks_say
 from labkit.analysis.foreign import ForeignError, Page, Table
 from labkit.analysis.foreign.reading import Content, as_dict, as_list, as_number
-from labkit.common.reading import open_regular
+from labkit.common.files import open_regular
 from labkit.common.units import counted, size, some_ranks
 from labkit.record.events import Communicator, RasAlike, RasRank, parse
 

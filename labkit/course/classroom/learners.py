@@ -21,16 +21,15 @@ from msgspec import Struct
 from labkit.analysis.diagnose import NAMES
 from labkit.analysis.diagnose.finding import shorter
 from labkit.analysis.guess import FIGURES
-from labkit.common.files import MARK, require_replaceable, write_atomically
-from labkit.common.reading import open_regular
+from labkit.common.files import MARK, open_regular, require_replaceable, write_atomically
 from labkit.common.units import counted, size
 from labkit.course.exercises import LABS, Noted, exercises
 from labkit.record.documents import Guesses, SpecFields, Status, Summary, Unreadable, decoded
 from labkit.record.events import parse
 from labkit.record.files import NotPlain, is_plain, names_below, read_below
 from labkit.record.folder import RunFolder
+from labkit.record.follow import current_status
 from labkit.record.state import OVER
-from labkit.record.status import current
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
 
@@ -107,7 +106,7 @@ class InFolder:
 
     def state(self, run: str, status: Status) -> Status:
         try:
-            return current(RunFolder(self._place / run))
+            return current_status(RunFolder(self._place / run))
         except (Unreadable, OSError):
             return status
 

@@ -22,8 +22,7 @@ from typing import Any
 from labkit.analysis.guess import FIGURES, Guessable
 from labkit.analysis.metrics import median
 from labkit.common.arguments import Number, check_flag, check_path, shown
-from labkit.common.files import user_cache, write_atomically
-from labkit.common.reading import is_folder, read_regular
+from labkit.common.files import is_folder, read_regular, user_cache, write_atomically
 from labkit.common.text import visible_line
 from labkit.course.classroom.learners import (
     AHEAD,

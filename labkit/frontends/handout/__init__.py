@@ -10,13 +10,13 @@ from typing import Any
 
 _HOMES = {
     "LabError": "labkit.frontends.handout.execute",
-    "RunError": "labkit.frontends.handout.run",
-    "class_page": "labkit.frontends.handout.run",
+    "RunError": "labkit.frontends.handout.page",
+    "class_page": "labkit.frontends.handout.page",
     "course": "labkit.frontends.handout.lab",
     "executed": "labkit.frontends.handout.execute",
     "for_kaggle": "labkit.frontends.handout.execute",
     "lab_page": "labkit.frontends.handout.lab",
-    "run_page": "labkit.frontends.handout.run",
+    "run_page": "labkit.frontends.handout.page",
     "to_import": "labkit.frontends.handout.execute",
 }
 

@@ -13,7 +13,7 @@ from bs4 import BeautifulSoup
 from latex2mathml.converter import convert
 from nbconvert.filters import markdown2html
 
-from labkit.common.reading import read_regular
+from labkit.common.files import read_regular
 from labkit.common.text import escape
 
 # ---- formulas

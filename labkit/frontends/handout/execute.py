@@ -1,4 +1,5 @@
-"""Runs a lab in a kernel of this Python, over pipes, in a temporary folder."""
+"""Runs a lab in a kernel of this Python, over pipes, in a temporary folder, if wanted with recorded runs in place of
+new ones."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import jupytext
 import nbformat
@@ -21,11 +23,14 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 
 from labkit.common.arguments import shown
-from labkit.common.files import write_atomically, write_output
-from labkit.common.reading import read_regular
+from labkit.common.files import read_regular, write_atomically, write_output
 from labkit.launch.job import Job
 from labkit.launch.local import import_path
-from labkit.record.folder import RunFolder
+from labkit.plan.spec import Spec, SpecError
+from labkit.record.documents import Guesses, SpecFields, plain
+from labkit.record.folder import RunFolder, runs_root
+from labkit.record.follow import current_status
+from labkit.record.packed import SHIPPED, shipped_like
 from labkit.record.state import OVER
 from labkit.runs.notebook import NAME
 from labkit.setup.environment import CLONE, RENDERER, RENDERER_VARIABLE
@@ -166,7 +171,7 @@ def _origin() -> str:
 
 
 _PATIENCE = 1800  # timeout of one cell, in seconds
-_STAND_IN = "from labkit.frontends.handout.run import stand_in; stand_in({folder!r})"
+_STAND_IN = "from labkit.frontends.handout.execute import stand_in; stand_in({folder!r})"
 
 
 def executed(
@@ -275,3 +280,107 @@ def _manager(place: Path) -> AsyncKernelManager:
     """
     ways = {} if os.name == "nt" else {"transport": "ipc", "connection_file": str(place / "kernel.json")}
     return AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **ways)
+
+
+# ---- recorded runs in place of new ones
+
+
+_OF_A_MACHINE = ("device", "precision", "data_dir")  # fields that `Spec.on` sets for a machine
+
+
+class RecordedRuns:
+    """The finished runs of a folder; each can be taken once."""
+
+    def __init__(self, root: Path):
+        self._root = root
+        runs, self._unreadable = RunFolder.readable(RunFolder.all(root))
+        self._runs = [folder for folder in reversed(runs) if current_status(folder).state in OVER]
+        specs = {folder.name: _complete(folder.read_spec()) for folder in self._runs}
+        self._asked = {folder.name: _asked(specs[folder.name], _text(folder)) for folder in self._runs}
+
+    def take(self, spec: Spec, source: str | None = None) -> RunFolder:
+        """The newest run of the same Spec that was not taken yet; else one that differs only in device and precision.
+
+        `source` is the text of a script generated for this run only. Raises `LookupError` if there is no such run.
+        """
+        exact = _asked(spec.to_json(), source)
+        for wanted in (exact, _anywhere(exact)):
+            for folder in self._runs:
+                has = self._asked[folder.name]
+                if wanted in (has, _anywhere(has)):
+                    self._runs.remove(folder)
+                    return folder
+        raise LookupError(
+            f"{self._root} has no further run of {spec.name} with these settings; "
+            f"run the lab once with LABKIT_RUNS={self._root}, or create the handout without --recorded"
+            + "".join(f"; {name} cannot be read: {why}" for name, why in self._unreadable.items())
+        )
+
+
+class ShippedRuns:
+    """The runs that come with the lab: one of each strategy, which takes the place of all of its runs, whatever their
+    settings."""
+
+    def take(self, spec: Spec, source: str | None = None) -> RunFolder | None:
+        """The run of the same strategy; None for a script of the lab's own, which is started."""
+        name = shipped_like(spec.strategy, spec.processes) if spec.strategy and source is None else None
+        return RunFolder.find(name) if name else None
+
+
+def stand_in(folder: str) -> None:
+    """Makes every run started in this process a copy of a recorded one from `folder`, with the predictions of the
+    lab that starts it."""
+    recorded = ShippedRuns() if Path(folder) == SHIPPED else RecordedRuns(Path(folder))
+    start_now = Job.start
+
+    def start(
+        cls: type[Job],
+        spec: Spec,
+        *,
+        root: Path | None = None,
+        source: str | None = None,
+        guess: Guesses | None = None,
+        **others: Any,
+    ) -> Job:
+        recording = recorded.take(spec, source)
+        if recording is None:
+            return start_now(spec, root=root, source=source, guess=guess, **others)
+        place = (root or runs_root()) / recording.name
+        again = len([*place.parent.glob(f"{place.name}*")])  # of shipped runs: others are taken once
+        copied = recording.copy(place.with_name(f"{place.name}-{again + 1}") if again else place)
+        if guess is not None:
+            RunFolder.write_json(copied.guess, guess)
+        return cls(copied)
+
+    Job.start = classmethod(start)
+
+
+def _asked(spec: dict[str, Any], text: str | None) -> dict[str, Any]:
+    """The Spec without paths: a checkpoint by the name of its run, a script by its text or file name."""
+    script, resume = spec.get("script"), spec.get("resume")
+    return spec | {"script": script and (text or Path(script).name), "resume": resume and run_of(Path(resume))}
+
+
+def _complete(spec: SpecFields) -> dict[str, Any]:
+    """A recorded Spec with defaults for fields that its version did not have; unchanged if this version rejects it."""
+    try:
+        return spec.to_spec().to_json()
+    except SpecError:
+        return plain(spec)
+
+
+def run_of(checkpoint: Path) -> str:
+    """The name of the run that wrote a checkpoint, or of the checkpoint's folder if no run wrote it."""
+    folder = next((parent for parent in (checkpoint, *checkpoint.parents) if parent.name == "checkpoints"), None)
+    return folder.parent.name if folder else checkpoint.name
+
+
+def _text(folder: RunFolder) -> str | None:
+    try:
+        return folder.text(folder.script)
+    except OSError:
+        return None
+
+
+def _anywhere(asked: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in asked.items() if name not in _OF_A_MACHINE}

@@ -1,4 +1,5 @@
-"""The page of a handout: results of a run, plots, and everything that makes it work offline."""
+"""The page of a handout: results of a run, plots, and everything that makes it work offline; and the pages of a run and
+of a class."""
 
 from __future__ import annotations
 
@@ -22,19 +23,25 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
 
 from labkit import figures
+from labkit.analysis.diagnose import findings
+from labkit.analysis.ledger import ledger
 from labkit.common.files import MARK
 from labkit.common.text import escape, visible, visible_line, visible_log
 from labkit.common.units import counted
+from labkit.course.classroom import page as class_html
+from labkit.course.classroom.overview import Overview
 from labkit.figures import colours, machine, rank_colour
 from labkit.figures.as_plotly import inert
 from labkit.figures.controls import CONFIG, tools
 from labkit.figures.machine import as_json, film, stills
+from labkit.figures.tables import findings_html, ledger_html, ranks_html
+from labkit.frontends.handout.clean import Prose
 from labkit.frontends.handout.execute import write
 from labkit.plan.script import write_script
 from labkit.plan.spec import SpecError
-from labkit.record.files import NotPlain
+from labkit.record.files import LogTail, NotPlain
 from labkit.record.folder import STREAMS, RunFolder
-from labkit.record.logs import LogTail
+from labkit.record.follow import Follower
 from labkit.record.state import RunState
 
 # ---- the figures of a page
@@ -328,3 +335,70 @@ def _program() -> str:
 def _hash(program: str) -> str:
     """The hash of a script for the content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(program.encode()).digest()).decode('ascii')}'"
+
+
+# ---- one run as a page, and a class
+
+
+class RunError(Exception):
+    """A run cannot be rendered as a page; the message is one sentence. `unfinished` is True if waiting helps."""
+
+    def __init__(self, message: str, unfinished: bool = False):
+        super().__init__(message)
+        self.unfinished = unfinished
+
+
+def run_page(folder: RunFolder) -> Page:
+    """The page of a recorded run. Raises `RunError` if the run is still active, never started, or was not recorded by
+    labkit.
+    """
+    state = _recorded(folder)
+    plots, prose = Plots(), Prose()
+    parts = {
+        "Findings": findings_html(findings(state)) or "<p>No problem found.</p>",
+        "Figures": plots.machine(state) + plots.charts(state),
+        "Ranks": ranks_html(folder.name, state),
+        "Communication": ledger_html(ledger(state)),
+        "Made from": origin(state),
+        "Logs": logs(folder, state),
+        "Script": script(folder, state) + diff(folder, state) + _command(folder),
+    }
+    body = "".join(f"<h2>{name}</h2>{html}" for name, html in parts.items() if html)
+    head = f"{title(state)} · {folder.name}"
+    about = facts(state, recorded=True)
+    return Page(head, about, prose.lay_out(f"<h1>{escape(head)}</h1>{body}"), prose.contents, plots)
+
+
+def class_page(overview: Overview) -> Page:
+    """The page of a class."""
+    body = f"{class_html.style()}<h1>{escape(class_html.title(overview))}</h1>{class_html.fragment(overview)}"
+    return Page(class_html.title(overview), class_html.about(overview), f'<div class="class">{body}</div>')
+
+
+def _recorded(folder: RunFolder) -> RunState:
+    spec = folder.read_spec()
+    if spec.strategy is None and spec.script is None and folder.read_imported() is None:
+        missing = f"its {folder.spec.name} names neither a strategy nor a script"
+        raise RunError(f"{folder.path} was not recorded by labkit: {missing}")
+    follower = Follower(folder)
+    follower.poll()
+    state = follower.state
+    if state.status.state == "ready":
+        raise RunError(f"run {folder.name} was interrupted before it started: it has no {folder.status.name}")
+    if not state.over:
+        raise RunError(
+            f"run {folder.name} is still active ({state.words}); "
+            f"wait until it ends, or stop it with: labkit stop {folder.name}",
+            unfinished=True,
+        )
+    return state
+
+
+def _command(folder: RunFolder) -> str:
+    try:
+        command = folder.text(folder.command).strip()
+    except NotPlain as error:
+        return f"<p>The command is not shown: {escape(str(error))}.</p>"
+    except OSError:
+        return ""
+    return f"<p>Command:</p><pre>{printed(command)}</pre>"

@@ -1,10 +1,10 @@
 """`%%torchrun 4`: runs one cell on 4 ranks and shows the output of each rank; `report(name=value)` returns values as a
 table of ranks.
 
-`torchrun.py` is the magic, which `%load_ext labkit` registers, `cell.py` its first line and its script, `output.py`
-what is shown. `kept.py` is `%%torchrun 4 --keep`, `%%ranks` and `%ranks`: ranks that stay across cells; `group.py` is
-their run and the connection to them, `widgets.py` the notebook's end of their widgets. `report` sends values of a rank
-back to the notebook: it is the only part here that runs in the ranks, and imports nothing heavy besides torch.
+`torchrun.py` is the magic, which `%load_ext labkit` registers, `cell.py` its first line, its script and what is shown.
+`kept.py` is `%%torchrun 4 --keep`, `%%ranks` and `%ranks`: ranks that stay across cells; `group.py` is their run, the
+connection to them, and the notebook's end of their widgets. `report` sends values of a rank back to the notebook: it is
+the only part here that runs in the ranks, and imports nothing heavy besides torch.
 """
 
 from __future__ import annotations

@@ -31,22 +31,25 @@ from IPython.utils.tokenutil import token_at_cursor
 from labkit.common.arguments import shown
 from labkit.common.text import escape, visible
 from labkit.common.units import size
-from labkit.figures.prediction import table_html
-from labkit.figures.tables import table_text
-from labkit.frontends.magic.cell import KEEP, Cell, CellError, check_body, words_of
-from labkit.frontends.magic.group import Group, Message, RanksGone
-from labkit.frontends.magic.output import (
+from labkit.figures.tables import table_html, table_text
+from labkit.frontends.magic.cell import (
+    KEEP,
     PAGES,
     PICTURES,
+    Cell,
+    CellError,
     Measured,
     RankOutput,
     Shown,
+    check_body,
     merged,
     page_bundles,
     ranks_text,
     script_bundle,
     seconds_text,
+    words_of,
 )
+from labkit.frontends.magic.group import Group, Message, RanksGone
 from labkit.launch.job import LaunchError
 from labkit.plan.spec import Spec
 from labkit.record.folder import STREAMS

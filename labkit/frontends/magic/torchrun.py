@@ -16,8 +16,10 @@ from IPython.display import display
 from labkit.analysis.diagnose import findings
 from labkit.common.units import ranks_in_words
 from labkit.frontends.magic import kept
-from labkit.frontends.magic.cell import KEEP, Cell, CellError, words_of
-from labkit.frontends.magic.output import (
+from labkit.frontends.magic.cell import (
+    KEEP,
+    Cell,
+    CellError,
     RankOutput,
     Shown,
     columns,
@@ -25,11 +27,12 @@ from labkit.frontends.magic.output import (
     script_bundle,
     table_html,
     table_text,
+    words_of,
 )
 from labkit.launch.job import LaunchError
 from labkit.record.documents import Failure
+from labkit.record.files import LogTail
 from labkit.record.folder import STREAMS
-from labkit.record.logs import LogTail
 from labkit.record.state import RunState
 from labkit.runs.handle import Run, begin
 from labkit.runs.notebook import headless, in_notebook

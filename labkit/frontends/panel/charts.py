@@ -1,4 +1,6 @@
-"""The live charts as a widget that is sent new points only, with inline SVG for a client that cannot show widgets."""
+"""The live charts as a widget that is sent new points only, with inline SVG for a client that cannot show widgets; the
+picture of the machine; and the tabs of profiled steps.
+"""
 
 from __future__ import annotations
 
@@ -13,56 +15,26 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import anywidget
+import ipywidgets
 import traitlets
 
 from labkit import figures
+from labkit.analysis.ledger import ledger
+from labkit.analysis.profiled import beyond, newest, profiled_steps, resident, write_trace
+from labkit.common.text import escape
+from labkit.common.units import size
 from labkit.figures.as_plotly import numbers, parts, words
 from labkit.figures.as_svg import drawing
+from labkit.figures.charts import timeline
 from labkit.figures.controls import CONFIG, tools
 from labkit.figures.machine import Changes, Film, as_json, film, player, still
 from labkit.figures.model import Chart, Drawn, Extent
+from labkit.figures.tables import ledger_html, outcome_html
 from labkit.frontends.panel import widgets
+from labkit.frontends.panel.widgets import HandshakeWidget, program
+from labkit.launch.job import ask
+from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
-
-# ---- opening the widgets
-
-
-STATIC = Path(__file__).parent / "static"
-_ATTEMPTS = 5  # to open a widget again: in some clients its messages may never arrive
-
-
-def program(name: str, *libraries: str) -> str:
-    """The source of a program in `static/` with the sources that it needs, for the `_esm` of a `HandshakeWidget`."""
-    own = ((STATIC / part).read_text(encoding="utf-8") for part in ("handshake.js", name))
-    return "\n".join((*libraries, *own))
-
-
-class HandshakeWidget(anywidget.AnyWidget):
-    """A widget with a `program`. Display its `box`.
-
-    anywidget gives a page two seconds to start a program. If a busy page needs longer, the view is rendered, but the
-    model drops every later message from the kernel. Each rendered view therefore waits for a "ping" and answers "pong",
-    or says that it is "lost": then the widget is opened again, with another model in the page.
-    """
-
-    def __init__(self, **traits: Any) -> None:
-        super().__init__(**traits)
-        self.box = widgets.Box([self])
-        self.box.add_class("labkit-program")
-        self._attempts = _ATTEMPTS
-        self.on_msg(self._handshake)
-
-    def _handshake(self, _, message, buffers) -> None:
-        if message.get("kind") == "rendered":
-            self.send({"kind": "ping"})
-        elif message.get("kind") == "lost" and self._attempts:
-            self._attempts -= 1
-            self.box.children = ()
-            self.close()
-            self.open()
-            self.box.children = (self,)
-
 
 # ---- incremental chart updates
 
@@ -408,3 +380,140 @@ def _continues(shown: Film, before: Film) -> bool:
     """Whether only texts and places of the same shapes have changed."""
     same = shown.frames is before.frames and shown.height == before.height
     return same and shown.shapes.keys() == before.shapes.keys()
+
+
+# ---- the tabs of profiled steps: the timeline of all ranks with the communication ledger, and memory by owner
+
+_NEWEST = "newest"
+
+
+class _Tab:
+    """The part that both tabs share: a row of buttons with a message, and charts below.
+
+    `lock` is held while the state is read, and while it changes; `folder` returns the folder of the run that the state
+    is of, or None.
+    """
+
+    def __init__(self, folder: Callable[[], RunFolder | None], lock: AbstractContextManager[Any], charts: Charts):
+        self._folder, self._lock, self.charts = folder, lock, charts
+        self.live = True  # False for a recording, of which no step can be profiled
+        self._state = RunState()
+        self._waits_for = 0
+        self._said = widgets.HTML()
+        hint = "Profile one of the next steps"
+        self._capture = widgets.Button(description="Profile a step", tooltip=hint, disabled=True)
+        self._capture.on_click(lambda _: self._ask())
+
+    def _ask(self, snapshot: bool = False) -> None:
+        with self._lock:
+            folder = self._folder()
+            if folder is None or self._state.over or not self.live:
+                return
+            self._waits_for = ask(folder, self._state, snapshot=snapshot)
+            self._say(f"step {self._waits_for} will be profiled")
+
+    def _say(self, text: str) -> None:
+        self._said.value = _help(text)
+
+    def _follow(self, state: RunState) -> None:
+        """Updates the buttons, and the message when the requested step has been profiled."""
+        self._state = state
+        self._capture.disabled = state.over or not state.step or not self.live
+        if self._waits_for and any(step >= self._waits_for for step in profiled_steps(state)):
+            self._say(f"profiled step {max(profiled_steps(state))}")
+            self._waits_for = 0
+
+    def _box(self, name: str, head: list[ipywidgets.Widget], *below: ipywidgets.Widget) -> ipywidgets.Box:
+        row = widgets.HBox([*head, self._said])
+        row.add_class("labkit-tab-head")
+        box = widgets.VBox([row, self.charts.widget, *below])
+        box.add_class(name)
+        return box
+
+
+class TimelineTab(_Tab):
+    """One profiled step of all ranks, selected or the newest, and its expected communication."""
+
+    def __init__(self, folder: Callable[[], RunFolder | None], lock: AbstractContextManager[Any]):
+        super().__init__(folder, lock, Charts({"timeline": lambda state: timeline(state, self._chosen())}, lock))
+        self._which = widgets.Dropdown(options=[(_NEWEST, 0)], value=0, description="Step", layout={"width": "150px"})
+        self._which.observe(lambda _: self.charts.redraw(), "value")
+        hint = "Save a trace for ui.perfetto.dev or chrome://tracing"
+        self._export = widgets.Button(description="Save trace", tooltip=hint, disabled=True)
+        self._export.on_click(lambda _: self._save())
+        self._ledger = widgets.HTML()
+        self._ledger.add_class("labkit-comparison")
+        self.widget = self._box("labkit-timeline", [self._capture, self._which, self._export], self._ledger)
+
+    def _chosen(self) -> int | None:
+        return self._which.value or newest(self._state)
+
+    def _save(self) -> None:
+        with self._lock:
+            folder = self._folder()
+            if folder is not None:
+                write_trace(self._state, folder.trace)
+                self._say(f"saved as {_near(folder.trace)}")
+
+    def draw(self, state: RunState, final: bool = False) -> None:
+        """Updates the tab to the state."""
+        self._follow(state)
+        steps = profiled_steps(state)
+        options = [(_NEWEST, 0), *((f"{step}", step) for step in steps)]
+        if list(self._which.options) != options:
+            chosen = self._which.value
+            self._which.options = options
+            self._which.value = chosen if chosen in steps else 0
+        self._export.disabled = not steps
+        self.charts.draw(state, final)
+        html = ledger_html(ledger(state))
+        if self._ledger.value != html:
+            self._ledger.value = html
+
+
+class MemoryTab(_Tab):
+    """Memory of a step at its peak, by owner and rank, predicted and measured, and its course over one step."""
+
+    def __init__(self, folder: Callable[[], RunFolder | None], lock: AbstractContextManager[Any]):
+        names = ("memory_by_owner", "memory_of_step")
+        super().__init__(folder, lock, Charts({name: figures.CHARTS[name] for name in names}, lock))
+        hint = "Record a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz)"
+        self._snapshot = widgets.Button(description="Memory snapshot", tooltip=hint, layout={"display": "none"})
+        self._snapshot.on_click(lambda _: self._ask(snapshot=True))
+        self._apart, self._outcome = widgets.HTML(), widgets.HTML(layout={})
+        self._outcome.add_class("labkit-outcome")
+        self.widget = self._box("labkit-memory", [self._capture, self._snapshot, self._apart], self._outcome)
+
+    def draw(self, state: RunState, final: bool = False) -> None:
+        """Updates the tab to the state."""
+        self._follow(state)
+        on_cuda = any(rank.device.startswith("cuda") for rank in state.ranks.values())
+        self._snapshot.layout.display = "" if on_cuda else "none"
+        self._snapshot.disabled = self._capture.disabled
+        self._apart.value = _help(apart(state))
+        html = outcome_html(state)
+        if self._outcome.value != html:
+            self._outcome.value = html
+        self._outcome.layout.display = "" if html else "none"
+        self.charts.draw(state, final)
+
+
+def apart(state: RunState) -> str:
+    """Memory that no tensor explains: on CUDA what is in use beyond PyTorch's reserved memory, on the CPU the
+    processes' RSS.
+    """
+    ranks = [rank for _, rank in sorted(state.ranks.items())]
+    if any(rank.device.startswith("cuda") for rank in ranks):
+        sizes = [f"rank {rank.rank} {size(beyond(state, rank)[1])}" for rank in ranks[:8]]
+        prefix = "GPU memory in use beyond what PyTorch has reserved (CUDA context, NCCL, other processes): "
+        return prefix + ", ".join(sizes) if sizes else ""
+    sizes = [f"rank {rank} {size(count)}" for rank, count in list(resident(state).items())[:8]]
+    return "Resident memory (RSS) of the processes: " + ", ".join(sizes) if sizes else ""
+
+
+def _help(text: str) -> str:
+    return f'<div class="labkit-help" role="status">{escape(text)}</div>'
+
+
+def _near(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -14,10 +14,18 @@ import ipywidgets
 from labkit.common.arguments import shown
 from labkit.common.text import escape
 from labkit.frontends.panel import widgets
-from labkit.frontends.panel.words import devices_of, shared_cores
-from labkit.plan.fields import DEFAULT, about
-from labkit.plan.settling import check_available, takes_long, unsupported
-from labkit.plan.spec import Spec, SpecError, check_fields, without_effect
+from labkit.frontends.panel.widgets import devices_of, shared_cores
+from labkit.plan.spec import (
+    DEFAULT,
+    Spec,
+    SpecError,
+    about,
+    check_available,
+    check_fields,
+    takes_long,
+    unsupported,
+    without_effect,
+)
 from labkit.setup.machine import Machine
 from labkit.training.faults import FAULTS
 from labkit.training.rows import INPUT_PIPELINE, Option, Strategy, Workload
@@ -346,7 +354,7 @@ class Choices:
         workload, data = self.workload.value
         length = {self.unit.value: self.length.value}
         training = {"workload": workload, "data": data, "device": self.device.value} | length | self._kept
-        idle = without_effect(fields(Spec), training)  # such as the folder of another data set
+        idle = without_effect(training)  # such as the folder of another data set
         return {name: value for name, value in training.items() if name not in idle}
 
     # ---- keeping the settings consistent

@@ -14,9 +14,8 @@ from labkit.course.classroom import page
 from labkit.course.classroom.overview import Class, Overview
 from labkit.figures.tables import table_text
 from labkit.frontends.panel import widgets
-from labkit.frontends.panel.presentation import Presentation
 from labkit.frontends.panel.view import style
-from labkit.frontends.panel.words import sentence_html
+from labkit.frontends.panel.widgets import Presentation, sentence_html
 from labkit.runs.notebook import headless
 
 EVERY = Number(float, 1.0, 3600.0)  # seconds between two readings

@@ -15,11 +15,11 @@ from labkit.analysis.changes import Difference, of_folders
 from labkit.analysis.comparison import HEADS, Row, alike, cells, newest, recorded, recorded_elsewhere, sentences
 from labkit.common.text import escape
 from labkit.figures import comparison as pictures
-from labkit.figures.prediction import table_html
+from labkit.figures.tables import table_html
 from labkit.frontends.panel import widgets
 from labkit.frontends.panel.recorded import label
 from labkit.frontends.panel.view import style
-from labkit.frontends.panel.words import sentence_html
+from labkit.frontends.panel.widgets import sentence_html
 from labkit.plan.spec import SpecError
 from labkit.record.folder import RunFolder
 from labkit.record.follow import is_recorded, recorded_words

@@ -13,13 +13,11 @@ import ipywidgets
 from labkit.common.arguments import check_flag
 from labkit.frontends.panel import widgets
 from labkit.frontends.panel.choices import Availability, Choices
-from labkit.frontends.panel.presentation import Presentation
-from labkit.frontends.panel.recorded import Install, Instead, Recorded, find_all, spec_of, under_way
+from labkit.frontends.panel.recorded import Install, Instead, OpenTab, Recorded, find_all, spec_of, under_way
 from labkit.frontends.panel.view import RunView, StaticFigures, display_static, style, wait_and_display
-from labkit.frontends.panel.words import sentence_html
+from labkit.frontends.panel.widgets import Presentation, sentence_html
 from labkit.launch.warm.client import prepare
-from labkit.plan.settling import check_available
-from labkit.plan.spec import Spec, SpecError
+from labkit.plan.spec import Spec, SpecError, check_available
 from labkit.record.documents import SpecFields, Unreadable
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower, recorded_words
@@ -30,7 +28,6 @@ from labkit.setup.machine import Machine
 
 if TYPE_CHECKING:
     from labkit.frontends.panel.compare import CompareTab
-    from labkit.frontends.panel.opened import OpenTab
     from labkit.frontends.panel.sources import Sources
 
 _Tab = TypeVar("_Tab", "Sources", "CompareTab", "OpenTab")
@@ -153,8 +150,6 @@ class Lab:
         return CompareTab(self._comparable, lambda: self._starting or self._view.busy, self._cold)
 
     def _make_files(self) -> OpenTab:
-        from labkit.frontends.panel.opened import OpenTab
-
         return OpenTab(self._kept)
 
     def _kept(self, path: str) -> None:

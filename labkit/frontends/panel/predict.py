@@ -15,10 +15,9 @@ from labkit.analysis.theory.formulas import Flow, states, theory
 from labkit.common.text import escape
 from labkit.common.units import counted, size
 from labkit.figures import rank_colour
-from labkit.figures.prediction import Prediction, table_html
-from labkit.figures.tables import guess_html
+from labkit.figures.tables import Prediction, guess_html, table_html
 from labkit.frontends.panel import widgets
-from labkit.frontends.panel.words import sentence_html
+from labkit.frontends.panel.widgets import sentence_html
 from labkit.launch.warm.client import tracing
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import ACCELERATED, DEVICES, HERE
@@ -26,8 +25,7 @@ from labkit.prediction.predict import cached, predict
 from labkit.prediction.timing import modelled, timed
 from labkit.prediction.tracer import TRACER, Cancelled, TraceFailed
 from labkit.record.documents import Plan
-from labkit.record.startup import is_starting, table
-from labkit.record.state import RunState
+from labkit.record.state import RunState, is_starting, start_table
 from labkit.runs.guesses import Guess, check_guess, guess, withdraw
 
 # ---- the learner's own guess
@@ -343,7 +341,7 @@ def _sent(spec: Spec, flows: Sequence[Flow] | None) -> str:
 
 def startup_html(state: RunState) -> str:
     """The start-up milestones of each rank, with the seconds since launch."""
-    head, *rows = table(state)
+    head, *rows = start_table(state)
     return _table(head, rows)
 
 

@@ -14,14 +14,12 @@ from pygments.lexers import DiffLexer, PythonLexer
 from labkit.common.text import escape
 from labkit.common.units import size
 from labkit.frontends.panel import widgets
-from labkit.frontends.panel.charts import HandshakeWidget, program
 from labkit.frontends.panel.recorded import spec_of, text_of
-from labkit.frontends.panel.words import sentence_html
+from labkit.frontends.panel.widgets import HandshakeWidget, program, sentence_html
 from labkit.jobs import PORT, of_run, of_spec, pack, profile
-from labkit.plan.fields import SpecError
 from labkit.plan.nodes import node_commands
 from labkit.plan.script import command, diff_scripts, write_script
-from labkit.plan.spec import Spec
+from labkit.plan.spec import Spec, SpecError
 from labkit.record.folder import RunFolder
 
 # ---- the tab

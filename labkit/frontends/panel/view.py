@@ -22,18 +22,26 @@ from labkit.figures import machine, rank_colour
 from labkit.figures.controls import CONFIG
 from labkit.figures.tables import findings_html, ledger_html, ranks_html, speed_html
 from labkit.frontends.panel import widgets
-from labkit.frontends.panel.charts import STATIC, Charts, HandshakeWidget, Live, MachinePicture, program
+from labkit.frontends.panel.charts import Charts, Live, MachinePicture, MemoryTab, TimelineTab
 from labkit.frontends.panel.predict import Before
-from labkit.frontends.panel.presentation import Presentation
-from labkit.frontends.panel.profiled import MemoryTab, TimelineTab
-from labkit.frontends.panel.recorded import what
-from labkit.frontends.panel.replay import Replay
-from labkit.frontends.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of, what_html
+from labkit.frontends.panel.recorded import Replay, what
+from labkit.frontends.panel.widgets import (
+    STATIC,
+    HandshakeWidget,
+    Presentation,
+    finding_html,
+    program,
+    progress_html,
+    sentence_html,
+    state_html,
+    tone_of,
+    what_html,
+)
 from labkit.plan.spec import Spec
 from labkit.record.documents import Plan, SpecFields, plain
+from labkit.record.files import LogTail
 from labkit.record.folder import STREAMS, RunFolder
 from labkit.record.follow import Follower, Recording
-from labkit.record.logs import LogTail
 from labkit.record.state import RunState
 from labkit.runs.handle import Run
 from labkit.runs.notebook import headless

@@ -44,7 +44,7 @@ _IMPORTS = (
     "labkit.probe.runner",
     "labkit.probe.hooks",
     "labkit.probe.hosts",
-    "labkit.probe.waiting",
+    "labkit.probe.threads",
 )
 _LOOK = 1.0  # seconds between two checks of the processes that requested the server
 

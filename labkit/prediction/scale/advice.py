@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from labkit.common.arguments import Number, check_choice, check_path, shown
-from labkit.common.reading import read_json_object
+from labkit.common.files import read_json_object
 from labkit.common.text import visible_line
 from labkit.common.units import size
 from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE, DEVICES, Device, Link, Rate

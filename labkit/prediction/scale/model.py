@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.common.arguments import Number, check_choice, check_path, shown
-from labkit.common.reading import read_json_object
+from labkit.common.files import read_json_object
 from labkit.common.text import visible_line
 from labkit.common.units import size
 from labkit.plan.spec import Spec
