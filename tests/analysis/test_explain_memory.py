@@ -37,7 +37,9 @@ from labkit.analysis.foreign import memory_events, opening
 from labkit.analysis.foreign.page import ForeignError, Page
 from labkit.analysis.foreign.pickles import plain_pickle
 
-RECORDED = Path(labkit.__file__).parent / "course/build/given/leak.pickle.gz"  # torch's own allocator, on the stand-in
+RECORDED = (
+    Path(labkit.__file__).parent / "course/build/precision/leak.pickle.gz"
+)  # torch's own allocator, on the stand-in
 RECORDED_PEAK = 51_130_572  # torch.cuda.memory_stats()["requested_bytes.all.peak"] at its end
 
 

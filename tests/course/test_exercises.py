@@ -21,7 +21,8 @@ from places import ROOT
 import labkit
 from labkit import Run, check, my_progress
 from labkit.analysis.guess import FIGURES
-from labkit.course.exercises import LABS, Book, Exercise, Noted, Score, Wrong, capstone, exercise, exercises, is_empty
+from labkit.course.build.capstone import exercises as capstone
+from labkit.course.exercises import LABS, Book, Exercise, Noted, Score, Wrong, exercise, exercises, is_empty
 from labkit.record.folder import RunFolder
 from labkit.runs.guesses import Guess, document
 from labkit.runs.notebook import NAME

@@ -162,10 +162,10 @@ def _is_dots(node: ast.FunctionDef | ast.Call) -> bool:
     return not body and any(part.value.value is ... for part in dots if isinstance(part.value, ast.Constant))
 
 
-def solution(module: str, *names: str) -> str:
-    """The reference solution for teachers (markdown): these definitions of `solutions/<module>.py`, after the imports
-    and constants that they use."""
-    text = (Path(__file__).parent / "solutions" / f"{module}.py").read_text(encoding="utf-8")
+def solution(exercises: str, *names: str) -> str:
+    """The reference solution for teachers (markdown): these definitions of `solution.py`, next to the file `exercises`,
+    after the imports and constants that they use."""
+    text = Path(exercises).with_name("solution.py").read_text(encoding="utf-8")
     nodes = ast.parse(text).body
     chosen = [node for node in nodes if getattr(node, "name", None) in names]
     used = {part.id for node in chosen for part in ast.walk(node) if isinstance(part, ast.Name)}

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib import resources
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,34 +34,35 @@ from labkit.record.events import Count, Recorded, parse
 from labkit.record.files import NotPlain, read_below
 from labkit.record.folder import RunFolder, runs_root
 
-LABS = {
-    "start": "00_start_here",
-    "collectives": "01_collectives",
-    "data_parallel": "02_data_parallel",
-    "ddp": "03_ddp",
-    "zero": "04_zero",
-    "fsdp": "05_fsdp",
-    "tensor_parallel": "06_tensor_parallel",
-    "pipeline_parallel": "07_pipeline_parallel",
-    "combine": "08_combine",
-    "input_pipeline": "09_input_pipeline",
-    "failover": "10_failover",
-    "choose": "11_choose",
-    "troubleshooting": "12_troubleshooting",
-    "build_data_parallel": "13_build_ddp_and_zero",
-    "build_model_parallel": "14_build_model_parallel",
-    "mixture_of_experts": "15_mixture_of_experts",
-    "long_context": "16_long_context",
-    "capstone": "17_capstone",
-    "one_device": "18_one_device",
-    "clusters": "19_clusters",
-    "profiles": "20_profiles",
-    "dtensor": "21_dtensor",
-    "precision": "22_precision_and_memory",
-    "without_restart": "23_without_restart",
-    "batch_size": "24_batch_size",
-    "inference": "25_inference_and_rl",
+_PLACES = {  # by topic its lab, and the module with its exercises
+    "start": ("00_start_here", "exercises.start"),
+    "collectives": ("01_collectives", "exercises.collectives"),
+    "data_parallel": ("02_data_parallel", "exercises.data_parallel"),
+    "ddp": ("03_ddp", "exercises.ddp"),
+    "zero": ("04_zero", "exercises.zero"),
+    "fsdp": ("05_fsdp", "exercises.fsdp"),
+    "tensor_parallel": ("06_tensor_parallel", "exercises.tensor_parallel"),
+    "pipeline_parallel": ("07_pipeline_parallel", "exercises.pipeline_parallel"),
+    "combine": ("08_combine", "exercises.combine"),
+    "input_pipeline": ("09_input_pipeline", "build.input_pipeline.exercises"),
+    "failover": ("10_failover", "exercises.failover"),
+    "choose": ("11_choose", "exercises.choose"),
+    "troubleshooting": ("12_troubleshooting", "exercises.troubleshooting"),
+    "build_data_parallel": ("13_build_ddp_and_zero", "build.build_data_parallel.exercises"),
+    "build_model_parallel": ("14_build_model_parallel", "build.build_model_parallel.exercises"),
+    "mixture_of_experts": ("15_mixture_of_experts", "exercises.mixture_of_experts"),
+    "long_context": ("16_long_context", "exercises.long_context"),
+    "capstone": ("17_capstone", "build.capstone.exercises"),
+    "one_device": ("18_one_device", "exercises.one_device"),
+    "clusters": ("19_clusters", "exercises.clusters"),
+    "profiles": ("20_profiles", "build.profiles.exercises"),
+    "dtensor": ("21_dtensor", "build.dtensor.exercises"),
+    "precision": ("22_precision_and_memory", "build.precision.exercises"),
+    "without_restart": ("23_without_restart", "build.without_restart.exercises"),
+    "batch_size": ("24_batch_size", "exercises.batch_size"),
+    "inference": ("25_inference_and_rl", "build.inference.exercises"),
 }
+LABS = {topic: lab for topic, (lab, _) in _PLACES.items()}
 
 
 class Wrong(Exception):
@@ -126,8 +128,8 @@ def result_of(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
 @dataclass(frozen=True)
 class Exercise:
     """An exercise. `check(answer)` returns why the answer is right, or raises `Wrong`; `key` is the solution
-    (markdown), and `given` the file to start from, in `course/build/given/`. `task` says what is drawn for
-    this learner, if anything is: the verdict on an empty answer shows it. `runs` is what of an answer runs in processes
+    (markdown), and `given` the file to start from, in the folder of this module. `task` says what is drawn for this
+    learner, if anything is: the verdict on an empty answer shows it. `runs` is what of an answer runs in processes
     of its own, if anything does: its code, or a script whose name it is. Such answers `labkit grade` judges as well."""
 
     title: str
@@ -173,7 +175,11 @@ def exercise(name: str) -> Exercise:
 
 def exercises(topic: str) -> dict[str, Exercise]:
     """The exercises of a topic, by name."""
-    return importlib.import_module(f"{__name__}.{topic}").EXERCISES
+    return importlib.import_module(_module(topic)).EXERCISES
+
+
+def _module(topic: str) -> str:
+    return f"labkit.course.{_PLACES[topic][1]}"
 
 
 def judged() -> dict[str, Exercise]:
@@ -218,9 +224,9 @@ def starter(name: str) -> Path:
     given = exercise(name).given
     if not given:
         raise LookupError(f"the exercise {name} starts from no file; its lab has the code to begin with")
-    path = Path(given)
+    path, folder = Path(given), resources.files(_module(name.partition(".")[0]).rpartition(".")[0])
     with suppress(FileExistsError), path.open("xb") as file:
-        file.write((Path(__file__).parents[1] / "build" / "given" / given).read_bytes())
+        file.write((folder / given).read_bytes())
     return path
 
 

@@ -9,8 +9,5 @@ loads torch.
                 recorder: files, processes, frames, replaced functions
 `expected`      what a single device makes of the drawn inputs, and which mistake explains other results
 `examiner`      the program that draws the inputs of each rank and compares what the ranks end with
-`loading`       runs a loader in plain processes, with workers, and observes what they open and deliver
-`data_parallel` and the others have the trials: the inputs, the results of a single device and of common mistakes, and
-                the loop that calls the answer
 =============== ===================================================================================================
 """

@@ -77,7 +77,7 @@ _RANKS = 2
 
 def _step(answer: Any) -> str:
     check_class(answer, "whose objects have step(loss)", ["model", "make_optimizer", "scale"])
-    records = criteria.ended(records_of("precision", "step", answer, _RANKS))
+    records = criteria.ended(records_of("precision.trial", "step", answer, _RANKS))
     for record in records:
         computing, updated = record.figures["computing"], record.figures.get("updated", ["nothing"])
         if computing != ["float16"]:
@@ -145,7 +145,7 @@ _ELEMENTS = 2.0  # times as many elements outside of matrix products as without 
 
 def _recompute(answer: Any) -> str:
     check_function(answer, ["blocks", "x", "limit"])
-    records = criteria.ended(records_of("precision", "recompute", answer, 1), finished_api=True)
+    records = criteria.ended(records_of("precision.trial", "recompute", answer, 1), finished_api=True)
     (record,) = records
     criteria.results(records)
     for name, difference in record.differences.items():
@@ -330,18 +330,18 @@ EXERCISES = {
         "Stored: `12 * parameters / ranks`, a shard of the parameters and two moments in fp32, whatever the policy."
         " Sent: `(ranks - 1) / ranks * parameters * (param * (1 + reshard) + reduce)`.",
     ),
-    "step": Exercise("A mixed-precision step", _step, solution("precision", "MixedPrecision"), runs="code"),
+    "step": Exercise("A mixed-precision step", _step, solution(__file__, "MixedPrecision"), runs="code"),
     "recompute": Exercise(
         "Recompute under a limit",
         _recompute,
-        solution("precision", "forward", "stored_and_recomputed"),
+        solution(__file__, "forward", "stored_and_recomputed"),
         given="activations.py",
         runs="code",
     ),
     "snapshot": Exercise(
         "The peak of a snapshot",
         _snapshot,
-        solution("precision", "at_the_peak", "line_of"),
+        solution(__file__, "at_the_peak", "line_of"),
         given="leak.pickle.gz",
     ),
 }

@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from labkit.analysis.metrics import median, phase_seconds
-from labkit.course.build import loader
 from labkit.course.build.criteria import check_class, solution
+from labkit.course.build.input_pipeline import judge as loader
 from labkit.course.exercises import Exercise, Wrong, require_function
 from labkit.course.exercises.own import finished, source
 
@@ -82,7 +82,7 @@ EXERCISES = {
     "loader": Exercise(
         "Resume on another number of ranks",
         _loader,
-        solution("loader", "Loader", "Stream"),
+        solution(__file__, "Loader", "Stream"),
         given="shard_stream.py",
         runs="code",
     ),

@@ -54,20 +54,20 @@ def _differs(records: Sequence[Record]) -> str:
 
 def _naive(answer: Any) -> str:
     check_function(answer, ["model"])
-    records = _trained(criteria.ended(records_of("data_parallel", "naive", answer, _RANKS)))
+    records = _trained(criteria.ended(records_of("build_data_parallel.trial", "naive", answer, _RANKS)))
     return f"{_differs(records)}; {_sends(records[0])}"
 
 
 def _hooks(answer: Any) -> str:
     check_class(answer, "whose objects have finish()", ["model"])
-    records = _trained(criteria.ended(records_of("data_parallel", "hooks", answer, _RANKS)))
+    records = _trained(criteria.ended(records_of("build_data_parallel.trial", "hooks", answer, _RANKS)))
     early = criteria.overlap(records, 0.5)
     return f"{early:.0%} of the bytes are sent while backward still computes; {_sends(records[0])}"
 
 
 def _buckets(answer: Any) -> str:
     check_class(answer, "whose objects have finish() and no_sync()", ["model", "bucket_bytes"])
-    records = _trained(criteria.ended(records_of("data_parallel", "buckets", answer, _RANKS)))
+    records = _trained(criteria.ended(records_of("build_data_parallel.trial", "buckets", answer, _RANKS)))
     _calls(records)
     early = criteria.overlap(records, 0.5)
     accumulated = size(max(record.sent(step, "accumulation") for record in records for step in record.steps()))
@@ -99,7 +99,7 @@ def _shard(record: Record) -> float:
 def _zero(answer: Any) -> list[Record]:
     """The records of an answer to either stage, which shards the optimizer state and sends as much as DDP."""
     check_class(answer, "whose objects have step()", ["model", "make_optimizer"])
-    records = criteria.ended(records_of("data_parallel", "zero", answer, _RANKS))
+    records = criteria.ended(records_of("build_data_parallel.trial", "zero", answer, _RANKS))
     criteria.results(records)
     criteria.sent_per_step(
         records, lambda record: 2 * _unit(record), "a reduce-scatter of the gradients, an all-gather of the parameters"
@@ -152,7 +152,7 @@ def _zero2(answer: Any) -> str:
 
 def _fsdp(answer: Any) -> str:
     check_class(answer, "of modules", ["layer"])
-    records = criteria.ended(records_of("data_parallel", "fsdp", answer, _RANKS))
+    records = criteria.ended(records_of("build_data_parallel.trial", "fsdp", answer, _RANKS))
     criteria.results(records)
     criteria.sent_per_step(records, lambda record: 3 * _unit(record), "two all-gathers and a reduce-scatter")
     criteria.reduced(records)
@@ -183,10 +183,10 @@ def _fsdp(answer: Any) -> str:
 
 
 EXERCISES = {
-    "naive": Exercise("All-reduce after backward", _naive, solution("data_parallel", "average_gradients"), runs="code"),
-    "hooks": Exercise("All-reduce during backward", _hooks, solution("data_parallel", "Overlapped"), runs="code"),
-    "buckets": Exercise("Buckets and no_sync", _buckets, solution("data_parallel", "Bucketed"), runs="code"),
-    "zero1": Exercise("ZeRO-1", _zero1, solution("data_parallel", "ZeRO1"), runs="code"),
-    "zero2": Exercise("ZeRO-2", _zero2, solution("data_parallel", "ZeRO2"), runs="code"),
-    "fsdp": Exercise("One unit of FSDP", _fsdp, solution("data_parallel", "Unit", "GatherAndCompute"), runs="code"),
+    "naive": Exercise("All-reduce after backward", _naive, solution(__file__, "average_gradients"), runs="code"),
+    "hooks": Exercise("All-reduce during backward", _hooks, solution(__file__, "Overlapped"), runs="code"),
+    "buckets": Exercise("Buckets and no_sync", _buckets, solution(__file__, "Bucketed"), runs="code"),
+    "zero1": Exercise("ZeRO-1", _zero1, solution(__file__, "ZeRO1"), runs="code"),
+    "zero2": Exercise("ZeRO-2", _zero2, solution(__file__, "ZeRO2"), runs="code"),
+    "fsdp": Exercise("One unit of FSDP", _fsdp, solution(__file__, "Unit", "GatherAndCompute"), runs="code"),
 }

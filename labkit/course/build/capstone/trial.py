@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from labkit.course.build.given.mesh_training import (
+from labkit.course.build.capstone.mesh_training import (
     BLOCKS,
     DATA,
     HEADS,

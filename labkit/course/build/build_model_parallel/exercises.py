@@ -27,7 +27,7 @@ def _messages(record: Record) -> float:
 def _mlp(answer: Any, trial: str, why: str, bias: float) -> str:
     """What an MLP does, in words; `bias` is the number of all-reduces of the replicated bias per step."""
     check_class(answer, "of modules", _MLP)
-    records = criteria.ended(records_of("tensor", trial, answer, _RANKS))
+    records = criteria.ended(records_of("build_model_parallel.tensor", trial, answer, _RANKS))
     criteria.results(records)
     criteria.sent_per_step(
         records,
@@ -62,7 +62,7 @@ def _sequence(answer: Any) -> str:
 
 def _cross_entropy(answer: Any) -> str:
     check_function(answer, ["logits", "targets"])
-    records = criteria.ended(records_of("tensor", "cross_entropy", answer, _RANKS))
+    records = criteria.ended(records_of("build_model_parallel.tensor", "cross_entropy", answer, _RANKS))
     criteria.results(records)
     criteria.sent_between(
         records,
@@ -79,7 +79,7 @@ def _cross_entropy(answer: Any) -> str:
 
 def _pipeline(answer: Any, ranks: int) -> str:
     check_function(answer, ["stage", "count", "shape", "inputs", "loss_of"])
-    records = criteria.ended(records_of("pipeline", "schedule", answer, ranks))
+    records = criteria.ended(records_of("build_model_parallel.pipeline", "schedule", answer, ranks))
     criteria.results(records)
     criteria.neighbours(records, ring=False)
     criteria.one_f_one_b(records)
@@ -111,7 +111,7 @@ def _four_stages(answer: Any) -> str:
 
 def _attention(answer: Any, trial: str) -> list[Record]:
     check_function(answer, ["q", "k", "v"])
-    records = criteria.ended(records_of("ring", trial, answer, _RANKS))
+    records = criteria.ended(records_of("build_model_parallel.ring", trial, answer, _RANKS))
     criteria.results(records)
     criteria.neighbours(records, ring=True)
     criteria.sent_between(
@@ -164,35 +164,33 @@ EXERCISES = {
     "column_row": Exercise(
         "An MLP by columns and rows",
         _column_row,
-        solution("model_parallel", "summed", "F", "G", "ParallelMLP"),
+        solution(__file__, "summed", "F", "G", "ParallelMLP"),
         runs="code",
     ),
     "sequence": Exercise(
         "Sequence parallelism",
         _sequence,
-        solution("model_parallel", "gathered", "scattered", "Gather", "Scatter", "SequenceParallelMLP"),
+        solution(__file__, "gathered", "scattered", "Gather", "Scatter", "SequenceParallelMLP"),
         runs="code",
     ),
     "cross_entropy": Exercise(
         "A parallel cross-entropy",
         _cross_entropy,
-        solution("model_parallel", "CrossEntropy", "cross_entropy"),
+        solution(__file__, "CrossEntropy", "cross_entropy"),
         runs="code",
     ),
-    "two_stages": Exercise("1F1B with two stages", _two_stages, solution("model_parallel", "one_f_one_b"), runs="code"),
-    "four_stages": Exercise(
-        "1F1B with four stages", _four_stages, solution("model_parallel", "one_f_one_b"), runs="code"
-    ),
+    "two_stages": Exercise("1F1B with two stages", _two_stages, solution(__file__, "one_f_one_b"), runs="code"),
+    "four_stages": Exercise("1F1B with four stages", _four_stages, solution(__file__, "one_f_one_b"), runs="code"),
     "ring_attention": Exercise(
         "Ring attention",
         _ring_attention,
-        solution("model_parallel", "passed_on", "pairs", "scores_of", "RingAttention", "ring_attention"),
+        solution(__file__, "passed_on", "pairs", "scores_of", "RingAttention", "ring_attention"),
         runs="code",
     ),
     "balanced": Exercise(
         "Ring attention with balanced ranks",
         _balanced,
-        solution("model_parallel", "balanced_ring_attention"),
+        solution(__file__, "balanced_ring_attention"),
         runs="code",
     ),
 }

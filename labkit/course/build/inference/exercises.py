@@ -180,7 +180,7 @@ _UNITS = 2  # times the largest matrix, which a rank may hold beyond what it end
 
 def _weights(answer: Any) -> str:
     check_function(answer, ["matrices", "shards"])
-    records = criteria.ended(records_of("handover", "hand_over", answer, _RANKS))
+    records = criteria.ended(records_of("inference.trial", "hand_over", answer, _RANKS))
     _formats(records)
     criteria.results(records)
     try:
@@ -243,7 +243,7 @@ EXERCISES = {
     "weights": Exercise(
         "Weights from trainers to samplers",
         _weights,
-        solution("handover", "hand_over"),
+        solution(__file__, "hand_over"),
         given="sampler.py",
         runs="code",
     ),

@@ -28,9 +28,9 @@ import numpy as np
 import psutil
 import torch
 
+from labkit.course.build.input_pipeline.task import OBSERVED, STATE, TASK, digests
 from labkit.course.build.ranks.entry import code_of, raised_line
 from labkit.course.build.ranks.rules import BY_ANSWER, is_caused
-from labkit.course.build.shards import OBSERVED, STATE, TASK, digests
 
 _PATIENCE = 30.0  # seconds without a message of any rank
 _PAUSE = 0.01  # seconds between two looks at workers

@@ -17,7 +17,7 @@ import numpy as np
 
 from labkit.common.units import counted, size
 from labkit.course.build import criteria
-from labkit.course.build.shards import OBSERVED, SHARD, STATE, TASK, Task, digests, draw, write
+from labkit.course.build.input_pipeline.task import OBSERVED, SHARD, STATE, TASK, Task, digests, draw, write
 from labkit.course.exercises import Wrong
 
 # ---- the runs, and what was observed in them
@@ -28,7 +28,7 @@ _SCRIPT = """\
 # The first two lines read this file, and run what follows with the task and the shards in FOLDER.
 import sys
 
-from labkit.course.build.ranks.loading import run_loader
+from labkit.course.build.input_pipeline.trial import run_loader
 
 run_loader(__file__, "{answer}", sys.argv[1])
 sys.exit()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit.course.build.given.slow_training import (
+from labkit.course.build.profiles.slow_training import (
     HEADS,
     LAYERS,
     MAX_NORM,

@@ -54,7 +54,7 @@ def _ring(record: Record, ranks: int) -> float:
 
 def _diloco(answer: Any) -> str:
     check_class(answer, "of outer optimizers", ["model", "every", "rate", "momentum"])
-    records = criteria.ended(records_of("replicas", "outer_step", answer, _RANKS))
+    records = criteria.ended(records_of("without_restart.trial", "outer_step", answer, _RANKS))
     every = records[0].figures["every"]
     for record in records:
         for step in record.steps():
@@ -89,7 +89,7 @@ def _equal(records: Sequence[Record], step: int, digests: Sequence[str], what: s
 
 def _recovery(answer: Any) -> str:
     check_function(answer, ["model", "optimizer", "backward", "manager", "step"])
-    records = criteria.ended(records_of("replicas", "recovery", answer, _RANKS))
+    records = criteria.ended(records_of("without_restart.trial", "recovery", answer, _RANKS))
     figures = records[0].figures
     victim, kill, back = figures["victim"], figures["kill"], figures["back"]
     when = f"rank {victim} is killed in step {kill} and returns before step {back}"
@@ -171,8 +171,12 @@ EXERCISES = {
         "`return replicas * samples * (interval / 2 + restart), samples * heal`: with a restart, all replicas compute"
         " half an interval again and wait; with recovery, one replica is missing for `heal` steps.",
     ),
-    "diloco": Exercise("The outer step of DiLoCo", _diloco, solution("replicas", "DiLoCo"), runs="code"),
+    "diloco": Exercise("The outer step of DiLoCo", _diloco, solution(__file__, "DiLoCo"), runs="code"),
     "recovery": Exercise(
-        "Recovery within a step", _recovery, solution("replicas", "recover", "heal"), given="replica.py", runs="code"
+        "Recovery within a step",
+        _recovery,
+        solution(__file__, "recover", "heal"),
+        given="replica.py",
+        runs="code",
     ),
 }

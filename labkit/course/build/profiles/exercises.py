@@ -135,7 +135,7 @@ _FAULTS = (
 
 def _faults(answer: Any) -> str:
     written = written_script(answer, _CLASS, "fast_training.py")
-    records = criteria.ended(criteria.records_of("throughput", "train", written, _RANKS), finished_api=True)
+    records = criteria.ended(criteria.records_of("profiles.trial", "train", written, _RANKS), finished_api=True)
     criteria.results(records)
     criteria.sent_between(records, _once, lambda record: math.inf, "")
     left = list(filter(None, (fault.left(records) for fault in _FAULTS)))
@@ -149,12 +149,11 @@ def _faults(answer: Any) -> str:
     )
 
 
-def _changes(given: str, solution: str) -> str:
+def _changes() -> str:
     """What the reference solution changes in the script that is given (markdown)."""
-    build = Path(criteria.__file__).parent
     before, after = (
-        (build / folder / f"{name}.py").read_text(encoding="utf-8").splitlines()
-        for folder, name in (("given", given), ("solutions", solution))
+        Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()
+        for name in ("slow_training.py", "solution.py")
     )
     lines = list(difflib.unified_diff(before, after, lineterm="", n=1))[2:]
     return "```diff\n" + "\n".join(lines) + "\n```"
@@ -172,7 +171,5 @@ EXERCISES = {
         "The GPU waits 66 % of a step for launches; without it 34 % remain: 1 / 0.34 = **2.9**. Without communication"
         " that is exposed (5 %), a step would become 1.05 times as fast.",
     ),
-    "faults": Exercise(
-        "Five faults", _faults, _changes("slow_training", "training"), given="slow_training.py", runs="script"
-    ),
+    "faults": Exercise("Five faults", _faults, _changes(), given="slow_training.py", runs="script"),
 }

@@ -97,7 +97,7 @@ def _task() -> str:
 def _plan(answer: Any) -> str:
     check_function(answer, ["block", "mesh"])
     names, sequence = block_of_learner()
-    found = records_of("plan", "split_block", answer, _RANKS, names=names, sequence=sequence)
+    found = records_of("dtensor.trial", "split_block", answer, _RANKS, names=names, sequence=sequence)
     _split([record for record in found if record is not None])
     try:
         records = criteria.ended(found)
@@ -172,7 +172,7 @@ EXERCISES = {
         "A plan for a block",
         _plan,
         "The names and the dimension of the positions differ between learners; the verdict on an empty answer has"
-        f" them.\n\n{solution('plan', 'parallelize')}",
+        f" them.\n\n{solution(__file__, 'parallelize')}",
         task=_task,
         runs="code",
     ),

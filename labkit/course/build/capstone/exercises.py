@@ -156,7 +156,7 @@ _SENT: dict[str, tuple[Bytes, Bytes, str]] = {
 
 def _trainer(answer: Any) -> str:
     written = written_script(answer, "Training", "mesh_training.py")
-    records = criteria.ended(records_of("mesh", "train", written, _RANKS))
+    records = criteria.ended(records_of("capstone.trial", "train", written, _RANKS))
     mesh = records[0].figures["mesh"]
     criteria.groups(records, mesh, _SMALL)
     for axis, (least, most, why) in _SENT.items():  # a group that is wrong, before its results are
@@ -271,7 +271,11 @@ EXERCISES: dict[str, Exercise] = {
         " tensor * 4 * micro_batches * numbers * blocks / pipeline`.",
     ),
     "trainer": Exercise(
-        "A trainer on a mesh", _trainer, solution("mesh", "groups", "Training"), given="mesh_training.py", runs="script"
+        "A trainer on a mesh",
+        _trainer,
+        solution(__file__, "groups", "Training"),
+        given="mesh_training.py",
+        runs="script",
     ),
     "layout": Exercise(
         "A layout for 13B on several nodes",
