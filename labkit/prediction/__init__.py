@@ -80,5 +80,5 @@ of the states are those of `analysis/theory/`, and a test compares them with the
 `prediction/scale/published.csv.gz` has published runs on real GPUs, verbatim, and `prediction/scale/published.py`
 reads them as a `Training`, a `Layout` and what was measured. `prediction/scale/atlas.py` selects some of them, ranks
 the layouts of a case, and finds those that are near a layout (`evidence`); `figures/atlas.py` displays them. Advice,
-the exercises of `course/exercises/published.py` and the claims of `course/claims/computed.py` use it.
+the exercises of `course/exercises/layouts.py` and the claims of `course/claims/computed.py` use it.
 """

@@ -364,11 +364,7 @@ def _newest_zip(root: Path, path: Path) -> Path | None:
 @cache
 def known_exercises() -> Mapping[str, tuple[str, str]]:
     """By name of an exercise: its lab and its title."""
-    return {
-        f"{topic}.{short}": (lab, exercise.title)
-        for topic, lab in LABS.items()
-        for short, exercise in exercises(topic).items()
-    }
+    return {name: (lab, exercise.title) for topic, lab in LABS.items() for name, exercise in exercises(topic).items()}
 
 
 def _document(files: Files, path: str, kind: Any) -> Any:

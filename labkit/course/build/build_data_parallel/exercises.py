@@ -183,10 +183,18 @@ def _fsdp(answer: Any) -> str:
 
 
 EXERCISES = {
-    "naive": Exercise("All-reduce after backward", _naive, solution(__file__, "average_gradients"), runs="code"),
-    "hooks": Exercise("All-reduce during backward", _hooks, solution(__file__, "Overlapped"), runs="code"),
-    "buckets": Exercise("Buckets and no_sync", _buckets, solution(__file__, "Bucketed"), runs="code"),
-    "zero1": Exercise("ZeRO-1", _zero1, solution(__file__, "ZeRO1"), runs="code"),
-    "zero2": Exercise("ZeRO-2", _zero2, solution(__file__, "ZeRO2"), runs="code"),
-    "fsdp": Exercise("One unit of FSDP", _fsdp, solution(__file__, "Unit", "GatherAndCompute"), runs="code"),
+    "build_data_parallel.naive": Exercise(
+        "All-reduce after backward", _naive, solution(__file__, "average_gradients"), runs="code"
+    ),
+    "build_data_parallel.hooks": Exercise(
+        "All-reduce during backward", _hooks, solution(__file__, "Overlapped"), runs="code"
+    ),
+    "build_data_parallel.buckets": Exercise(
+        "Buckets and no_sync", _buckets, solution(__file__, "Bucketed"), runs="code"
+    ),
+    "build_data_parallel.zero1": Exercise("ZeRO-1", _zero1, solution(__file__, "ZeRO1"), runs="code"),
+    "build_data_parallel.zero2": Exercise("ZeRO-2", _zero2, solution(__file__, "ZeRO2"), runs="code"),
+    "build_data_parallel.fsdp": Exercise(
+        "One unit of FSDP", _fsdp, solution(__file__, "Unit", "GatherAndCompute"), runs="code"
+    ),
 }

@@ -161,33 +161,37 @@ def _pairs(records: Sequence[Record], phases: Sequence[str], least: Bytes, most:
 
 
 EXERCISES = {
-    "column_row": Exercise(
+    "build_model_parallel.column_row": Exercise(
         "An MLP by columns and rows",
         _column_row,
         solution(__file__, "summed", "F", "G", "ParallelMLP"),
         runs="code",
     ),
-    "sequence": Exercise(
+    "build_model_parallel.sequence": Exercise(
         "Sequence parallelism",
         _sequence,
         solution(__file__, "gathered", "scattered", "Gather", "Scatter", "SequenceParallelMLP"),
         runs="code",
     ),
-    "cross_entropy": Exercise(
+    "build_model_parallel.cross_entropy": Exercise(
         "A parallel cross-entropy",
         _cross_entropy,
         solution(__file__, "CrossEntropy", "cross_entropy"),
         runs="code",
     ),
-    "two_stages": Exercise("1F1B with two stages", _two_stages, solution(__file__, "one_f_one_b"), runs="code"),
-    "four_stages": Exercise("1F1B with four stages", _four_stages, solution(__file__, "one_f_one_b"), runs="code"),
-    "ring_attention": Exercise(
+    "build_model_parallel.two_stages": Exercise(
+        "1F1B with two stages", _two_stages, solution(__file__, "one_f_one_b"), runs="code"
+    ),
+    "build_model_parallel.four_stages": Exercise(
+        "1F1B with four stages", _four_stages, solution(__file__, "one_f_one_b"), runs="code"
+    ),
+    "build_model_parallel.ring_attention": Exercise(
         "Ring attention",
         _ring_attention,
         solution(__file__, "passed_on", "pairs", "scores_of", "RingAttention", "ring_attention"),
         runs="code",
     ),
-    "balanced": Exercise(
+    "build_model_parallel.balanced": Exercise(
         "Ring attention with balanced ranks",
         _balanced,
         solution(__file__, "balanced_ring_attention"),

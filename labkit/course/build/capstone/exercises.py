@@ -11,9 +11,9 @@ from labkit.common.units import size
 from labkit.course.build import criteria
 from labkit.course.build.criteria import Bytes, records_of, solution, written_script
 from labkit.course.build.record import Record
-from labkit.course.exercises import Exercise, Wrong, drawn, require_function, require_number, result_of
+from labkit.course.exercises import Exercise, Wrong, drawn, explained, numbers_of, require_function
+from labkit.course.exercises.layouts import pick_a_layout
 from labkit.course.exercises.own import finished
-from labkit.course.exercises.published import pick_a_layout
 from labkit.prediction.scale.advice import Advice, advice
 from labkit.prediction.scale.asked import training
 
@@ -26,6 +26,7 @@ _CASES = (  # parameters, positions × samples × width of a micro-batch, micro-
     (6_400_000, 65_536, 16, 8, 1, 4, 8),
     (50_000_000, 131_072, 24, 24, 8, 2, 4),
 )
+_BYTES = ("bytes stored", "sent along data", "along pipeline", "along tensor")
 _NAMES = ("stores", "sends along data", "sends along pipeline", "sends along tensor")
 
 
@@ -42,35 +43,35 @@ def _by_formula(
     )
 
 
-def _mistakes(case: tuple[int, ...]) -> tuple[dict[str, float], ...]:
-    """By words, what each of the four numbers would be with a common mistake."""
+def _mistakes(case: tuple[int, ...]) -> tuple[tuple[tuple[float, str], ...], ...]:
+    """What each of the four numbers would be with common mistakes, and the words for them."""
     parameters, _, micro_batches, _, data, pipeline, tensor = case
     stored, along_data, along_pipeline, along_tensor = _by_formula(*case)
     own = 4 * parameters / (pipeline * tensor)
     return (
-        {
-            "ZeRO-1 shards the moments only; the parameters are whole in each replica": 3 * own / data,
-            "ZeRO-1 shards the two moments over the data ranks": 3 * own,
-            "between two steps there are no gradients": stored + own,
-            "a rank has the blocks of its stage, and of these its tensor shard": 4 * parameters * (1 + 2 / data),
-        },
-        {
-            "a rank reduces the gradients of what it stores, not of the whole model": along_data * pipeline * tensor,
-            "gradients add up over the micro-batches before they are sent": along_data * micro_batches,
-            "a reduce-scatter of the gradients, and an all-gather of the parameters": along_data / 2,
-            "a ring sends (n − 1) / n of the whole: a rank has its own shard already": 2 * own,
-        },
-        {
-            "between the blocks, a rank of the tensor group has its own positions only": along_pipeline * tensor,
-            "every micro-batch is sent": along_pipeline / micro_batches,
-            "the first stage sends outputs, and receives the gradients": along_pipeline * 2,
-        },
-        {
-            "a rank computes the blocks of its stage": along_tensor * pipeline,
-            "every micro-batch passes the blocks": along_tensor / micro_batches,
-            "a block has two parts, attention and the MLP": along_tensor / 2,
-            "backward communicates as often as forward": along_tensor * 3 / 4,
-        },
+        (
+            (3 * own / data, "ZeRO-1 shards the moments only; the parameters are whole in each replica"),
+            (3 * own, "ZeRO-1 shards the two moments over the data ranks"),
+            (stored + own, "between two steps there are no gradients"),
+            (4 * parameters * (1 + 2 / data), "a rank has the blocks of its stage, and of these its tensor shard"),
+        ),
+        (
+            (along_data * pipeline * tensor, "a rank reduces the gradients of what it stores, not of the whole model"),
+            (along_data * micro_batches, "gradients add up over the micro-batches before they are sent"),
+            (along_data / 2, "a reduce-scatter of the gradients, and an all-gather of the parameters"),
+            (2 * own, "a ring sends (n − 1) / n of the whole: a rank has its own shard already"),
+        ),
+        (
+            (along_pipeline * tensor, "between the blocks, a rank of the tensor group has its own positions only"),
+            (along_pipeline / micro_batches, "every micro-batch is sent"),
+            (along_pipeline * 2, "the first stage sends outputs, and receives the gradients"),
+        ),
+        (
+            (along_tensor * pipeline, "a rank computes the blocks of its stage"),
+            (along_tensor / micro_batches, "every micro-batch passes the blocks"),
+            (along_tensor / 2, "a block has two parts, attention and the MLP"),
+            (along_tensor * 3 / 4, "backward communicates as often as forward"),
+        ),
     )
 
 
@@ -78,16 +79,12 @@ def _bytes(answer: Any) -> str:
     require_function(answer, "per_rank(parameters, numbers, micro_batches, blocks, data, pipeline, tensor)")
     for case in _CASES:
         call = f"per_rank{case}"
-        given = result_of(call, answer, *case)
-        if not isinstance(given, (tuple, list)) or len(given) != len(_NAMES):
-            raise Wrong(f"{call} returned {given!r}, expected four numbers: stored, and sent along each of the axes")
-        for number in given:
-            require_number(number, f"of bytes, from {call}")
+        given = numbers_of(call, _BYTES, answer, *case)
         for name, got, wanted, mistakes in zip(_NAMES, given, _by_formula(*case), _mistakes(case)):
             if math.isclose(got, wanted, rel_tol=1e-6, abs_tol=1e-6):
                 continue
-            hints = (words for words, wrong in mistakes.items() if math.isclose(got, wrong, rel_tol=1e-6))
-            raise Wrong(f"{call} {name} {got:,.0f} bytes: {next(hints, 'count what one rank has, and each call')}")
+            hint = explained(got, mistakes, "count what one rank has, and each call")
+            raise Wrong(f"{call} {name} {got:,.0f} bytes: {hint}")
     return "tensor parallelism sends most, once per block and micro-batch; the data axis sends once per step"
 
 
@@ -263,21 +260,21 @@ def _twin(answer: Any) -> str:
 
 
 EXERCISES: dict[str, Exercise] = {
-    "bytes": Exercise(
+    "capstone.bytes": Exercise(
         "Bytes on a mesh",
         _bytes,
         "With `own = 4 * parameters / (pipeline * tensor)`: stored `own * (1 + 2 / data)`; sent along data `2 * (data -"
         " 1) / data * own`, along the pipeline `4 * micro_batches * numbers / tensor`, along tensor `8 * (tensor - 1) /"
         " tensor * 4 * micro_batches * numbers * blocks / pipeline`.",
     ),
-    "trainer": Exercise(
+    "capstone.trainer": Exercise(
         "A trainer on a mesh",
         _trainer,
         solution(__file__, "groups", "Training"),
         given="mesh_training.py",
         runs="script",
     ),
-    "layout": Exercise(
+    "capstone.layout": Exercise(
         "A layout for 13B on several nodes",
         _layout,
         "The case differs between learners. On 16 devices with 4,096 tokens, FSDP 8 × CP 2 is the fastest, and FSDP 8 ×"
@@ -285,13 +282,13 @@ EXERCISES: dict[str, Exercise] = {
         " the all-gathers of the parameters on fewer nodes, if the memory allows it.",
         task=_task,
     ),
-    "twin": Exercise(
+    "capstone.twin": Exercise(
         "The twin of the layout",
         _twin,
         "`run('fsdp2_tp', workload='gpt', **place(4), batch_size=1, steps=5, samples=40, options={'size':"
         " '10M'}).wait()` for FSDP × TP.",
     ),
-    "published": pick_a_layout(
+    "capstone.published": pick_a_layout(
         "A layout for 80B on 128 H100",
         "nanotron Llama 80B",
         128,

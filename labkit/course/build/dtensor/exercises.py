@@ -10,7 +10,7 @@ from labkit.common.units import size
 from labkit.course.build import criteria
 from labkit.course.build.criteria import check_function, records_of, solution
 from labkit.course.build.record import Record
-from labkit.course.exercises import Exercise, Wrong, drawn, require_function, require_number, result_of
+from labkit.course.exercises import Exercise, Wrong, drawn, number_of, require_function
 
 # ---- the bytes of a change of placement
 
@@ -35,8 +35,7 @@ def _bytes(answer: Any) -> str:
     for whole, ranks in _CASES:
         for before, after in pairs:
             call = f"sent({before!r}, {after!r}, {whole}, {ranks})"
-            given = result_of(call, answer, before, after, whole, ranks)
-            require_number(given, f"of bytes, from {call}")
+            given = number_of(call, "of bytes", answer, before, after, whole, ranks)
             wanted = _sent(before, after, whole, ranks)
             if not math.isclose(given, wanted, rel_tol=1e-9, abs_tol=1e-9):
                 raise Wrong(f"{call} returned {given:g}: {_why(before, after, given, whole, ranks)}")
@@ -161,14 +160,14 @@ def _hint_of_calls(record: Record) -> str:
 
 
 EXERCISES = {
-    "bytes": Exercise(
+    "dtensor.bytes": Exercise(
         "The bytes of a change of placement",
         _bytes,
         "With `passed = size * (ranks - 1) / ranks`: 0 if nothing changes or from R; from P 2 · passed to R and passed"
         " to a shard; from a shard passed to R, and passed / ranks to the other shard, because a rank has only"
         " size / ranks bytes.",
     ),
-    "plan": Exercise(
+    "dtensor.plan": Exercise(
         "A plan for a block",
         _plan,
         "The names and the dimension of the positions differ between learners; the verdict on an empty answer has"

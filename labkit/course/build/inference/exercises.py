@@ -12,7 +12,7 @@ from labkit.common.units import size
 from labkit.course.build import criteria
 from labkit.course.build.criteria import check_function, records_of, solution
 from labkit.course.build.record import Record
-from labkit.course.exercises import Exercise, Wrong, require_function, require_number, result_of
+from labkit.course.exercises import Exercise, Wrong, explained, numbers_of, require_function
 
 # ---- weights, cache and batch of one GPU
 
@@ -93,11 +93,8 @@ def _memory(answer: Any) -> str:
     for case in cases():
         model, gpu, tp, context = case
         call = f"served({dict(model)}, {dict(gpu)}, {tp}, {context})"
-        given = result_of(call, answer, dict(model), dict(gpu), tp, context)
-        if not isinstance(given, (tuple, list)) or len(given) != 4:
-            raise Wrong(f"{call} returned {given!r}, expected four numbers: {', '.join(_WHAT)}")
+        given = numbers_of(call, _WHAT, answer, dict(model), dict(gpu), tp, context)
         for what, got, right, why in zip(_WHAT, given, served(*case), _WHY):
-            require_number(got, f"for {what}, from {call}")
             whole = what == _WHAT[3] and right < math.inf and got == math.ceil(right)  # the first batch that is
             if not _near(got, right) and not whole:
                 raise Wrong(f"{call}: {what}: {got:,.6g}: {why(got, case)}")
@@ -113,17 +110,17 @@ def _near(got: float, right: float) -> bool:
 
 def _why_weights(got: float, case: Case) -> str:
     model, _, tp, _ = case
-    if _near(got, 2 * model["parameters"]):
-        return "tensor parallelism splits the weights over the GPUs"
-    if _near(got, 4 * model["parameters"] / tp):
-        return "a number in bf16 has two bytes"
-    return "how many of the parameters does a GPU have, and how many bytes has each?"
+    mistakes = (
+        (2 * model["parameters"], "tensor parallelism splits the weights over the GPUs"),
+        (4 * model["parameters"] / tp, "a number in bf16 has two bytes"),
+    )
+    return explained(got, mistakes, "how many of the parameters does a GPU have, and how many bytes has each?")
 
 
 def _why_cache(got: float, case: Case) -> str:
     model, _, tp, _ = case
     right, heads = served(*case)[1], max(1, model["kv_heads"] / tp)
-    for wrong, words in (
+    mistakes = (
         (right / 2, "keys and values are both stored"),
         (right * model["heads"] / tp / heads, "queries are not stored: several heads share a key and a value"),
         (right * model["kv_heads"] / heads, "each GPU has the keys and values of its own heads only"),
@@ -133,10 +130,9 @@ def _why_cache(got: float, case: Case) -> str:
             right * model["kv_heads"] / tp / heads,
             "a head is not split: with more GPUs than key-value heads, each GPU has a copy of a whole one",
         ),
-    ):
-        if _near(got, wrong):
-            return words
-    return "for each layer, position and key-value head of this GPU: a key and a value of head_width numbers"
+    )
+    otherwise = "for each layer, position and key-value head of this GPU: a key and a value of head_width numbers"
+    return explained(got, mistakes, otherwise)
 
 
 def _why_batch(got: float, case: Case) -> str:
@@ -231,7 +227,7 @@ def _why_sent(records: list[Record]) -> str:
 
 
 EXERCISES = {
-    "memory": Exercise(
+    "inference.memory": Exercise(
         "What a sampler holds, and what limits it",
         _memory,
         "With `weights = 2 * parameters / tp` and `cache = 4 * layers * max(1, kv_heads / tp) * head_width * context`:"
@@ -240,7 +236,7 @@ EXERCISES = {
         " bandwidth`, both take equally long at `ridge / (1 - cache * ridge / weights)`; if the denominator is not"
         " positive, never: `math.inf`.",
     ),
-    "weights": Exercise(
+    "inference.weights": Exercise(
         "Weights from trainers to samplers",
         _weights,
         solution(__file__, "hand_over"),

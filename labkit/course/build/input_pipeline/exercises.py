@@ -66,20 +66,20 @@ def _loader(answer: Any) -> str:
 
 
 EXERCISES = {
-    "workers": Exercise(
+    "input_pipeline.workers": Exercise(
         "How many workers hide loading",
         _workers,
         "`math.ceil(load / compute)`: this many workers load a batch every load / workers seconds, which is at most"
         " compute. It is never 0, because without workers loading and computing add up.",
     ),
-    "mend": Exercise(
+    "input_pipeline.mend": Exercise(
         "A loader that keeps up",
         _mend,
         "In `load` of slow_input.py pass `num_workers=2` to the DataLoader (loading takes 50 % longer than a step,"
         ' so 2 workers hide it), preferably with `persistent_workers=True`; then `run("slow_input.py",'
         " **HERE).wait()`.",
     ),
-    "loader": Exercise(
+    "input_pipeline.loader": Exercise(
         "Resume on another number of ranks",
         _loader,
         solution(__file__, "Loader", "Stream"),

@@ -13,7 +13,7 @@ from labkit.common.units import size
 from labkit.course.build import criteria
 from labkit.course.build.criteria import check_class, check_function, records_of, solution
 from labkit.course.build.record import Record
-from labkit.course.exercises import Exercise, Wrong, require_function, require_number, result_of
+from labkit.course.exercises import Exercise, Wrong, explained, numbers_of, require_function, require_number, result_of
 
 # ---- the bytes of FSDP2 with a policy
 
@@ -32,11 +32,7 @@ def _bytes(answer: Any) -> str:
     require_function(answer, "fsdp2(parameters, ranks, param, reduce, reshard)")
     for case in _CASES:
         call = f"fsdp2{case}"
-        given = result_of(call, answer, *case)
-        if not isinstance(given, (tuple, list)) or len(given) != 2:
-            raise Wrong(f"{call} returned {given!r}, expected two numbers of bytes: stored and sent")
-        for number in given:
-            require_number(number, f"of bytes, from {call}")
+        given = numbers_of(call, ("bytes stored", "bytes sent"), answer, *case)
         parameters, ranks, param, reduce, reshard = case
         stored, sent = 12 * parameters / ranks, (ranks - 1) / ranks * parameters * (param * (1 + reshard) + reduce)
         if not math.isclose(given[0], stored, rel_tol=1e-6):
@@ -48,25 +44,32 @@ def _bytes(answer: Any) -> str:
 
 def _why_stored(got: float, case: Sequence[int]) -> str:
     parameters, ranks, param, *_ = case
-    if math.isclose(got, 12 * parameters, rel_tol=1e-6):
-        return "that is all of it; each rank has a shard"
-    if math.isclose(got, (param + 8) * parameters / ranks, rel_tol=1e-6):
-        return "the sharded parameters keep the dtype that the model has; param_dtype is that of the gathered copy"
-    if math.isclose(got, 16 * parameters / ranks, rel_tol=1e-6):
-        return "between two steps there are no gradients"
-    return "which dtype have the shard of the parameters and the two moments of Adam?"
+    mistakes = (
+        (12 * parameters, "that is all of it; each rank has a shard"),
+        (
+            (param + 8) * parameters / ranks,
+            "the sharded parameters keep the dtype that the model has; param_dtype is that of the gathered copy",
+        ),
+        (16 * parameters / ranks, "between two steps there are no gradients"),
+    )
+    return explained(got, mistakes, "which dtype have the shard of the parameters and the two moments of Adam?")
 
 
 def _why_sent(got: float, case: Sequence[int]) -> str:
     parameters, ranks, param, reduce, reshard = case
     whole = (ranks - 1) / ranks * parameters
-    if math.isclose(got, whole * (param * (2 - reshard) + reduce), rel_tol=1e-6):
-        return "parameters are gathered again for backward only if they were freed after forward"
-    if math.isclose(got, whole * (param * (1 + reshard) + param), rel_tol=1e-6):
-        return "the gradients are sent in reduce_dtype"
-    if math.isclose(got, parameters * (param * (1 + reshard) + reduce), rel_tol=1e-6):
-        return "a ring sends (n − 1) / n of the whole: a rank has its own shard already"
-    return "count the all-gathers in param_dtype and the reduce-scatter in reduce_dtype"
+    mistakes = (
+        (
+            whole * (param * (2 - reshard) + reduce),
+            "parameters are gathered again for backward only if they were freed after forward",
+        ),
+        (whole * (param * (1 + reshard) + param), "the gradients are sent in reduce_dtype"),
+        (
+            parameters * (param * (1 + reshard) + reduce),
+            "a ring sends (n − 1) / n of the whole: a rank has its own shard already",
+        ),
+    )
+    return explained(got, mistakes, "count the all-gathers in param_dtype and the reduce-scatter in reduce_dtype")
 
 
 # ---- a step in mixed precision
@@ -324,21 +327,21 @@ def _why_lines(got: dict[Any, Any], trace: Trace, right: dict[int | None, int]) 
 
 
 EXERCISES = {
-    "bytes": Exercise(
+    "precision.bytes": Exercise(
         "What FSDP2 stores and sends",
         _bytes,
         "Stored: `12 * parameters / ranks`, a shard of the parameters and two moments in fp32, whatever the policy."
         " Sent: `(ranks - 1) / ranks * parameters * (param * (1 + reshard) + reduce)`.",
     ),
-    "step": Exercise("A mixed-precision step", _step, solution(__file__, "MixedPrecision"), runs="code"),
-    "recompute": Exercise(
+    "precision.step": Exercise("A mixed-precision step", _step, solution(__file__, "MixedPrecision"), runs="code"),
+    "precision.recompute": Exercise(
         "Recompute under a limit",
         _recompute,
         solution(__file__, "forward", "stored_and_recomputed"),
         given="activations.py",
         runs="code",
     ),
-    "snapshot": Exercise(
+    "precision.snapshot": Exercise(
         "The peak of a snapshot",
         _snapshot,
         solution(__file__, "at_the_peak", "line_of"),

@@ -17,7 +17,7 @@ from labkit.common.units import size
 from labkit.course.build import criteria
 from labkit.course.build.criteria import written_script
 from labkit.course.build.record import Record
-from labkit.course.exercises import Exercise, Wrong, require_function, require_number, result_of
+from labkit.course.exercises import Exercise, Wrong, explained, number_of, require_function, require_number
 
 # ---- what a fix can gain
 
@@ -30,8 +30,7 @@ def _gain(answer: Any) -> str:
     for case in _CASES:
         step, part, left = case
         call = f"gain{case}"
-        given = result_of(call, answer, *case)
-        require_number(given, f"as the result of {call}")
+        given = number_of(call, "for a factor", answer, *case)
         if math.isclose(given, (part - left) / step, rel_tol=1e-6):
             raise Wrong(f"{call} returned {given:.3g}, the fraction of a step that is saved; answer with the factor")
         if not math.isclose(given, step / (step - part + left), rel_tol=1e-6):
@@ -44,15 +43,14 @@ _LAUNCHES, _COMMUNICATION, _IDLE = 0.66, 0.06, 0.77  # of a step, in the profile
 
 def _launches(answer: Any) -> str:
     require_number(answer, "for a factor")
-    for near, words in (
+    mistakes = (
         (1 / (1 - _COMMUNICATION), "that is without all communication, which is not the largest part"),
         (1 / (1 - _IDLE), "that is without all idle time; for launches the GPU waits for less of it"),
         (100 * _LAUNCHES, "that is a percentage; answer with the factor by which a step becomes faster"),
-    ):
-        if math.isclose(answer, near, rel_tol=0.02):
-            raise Wrong(words)
+    )
     if not math.isclose(answer, 1 / (1 - _LAUNCHES), rel_tol=0.03):
-        raise Wrong("use gain(): which part of the 218 ms is the largest with one cause, and what remains without it?")
+        otherwise = "use gain(): which part of the 218 ms is the largest with one cause, and what remains without it?"
+        raise Wrong(explained(answer, mistakes, otherwise, 0.02))
     return "34 % of the step remain: 2.9 times as fast at most; faster links would gain a factor of 1.05"
 
 
@@ -160,16 +158,16 @@ def _changes() -> str:
 
 
 EXERCISES = {
-    "gain": Exercise(
+    "profiles.gain": Exercise(
         "What a fix can gain",
         _gain,
         "`return step / (step - part + left)`: the time that remains decides (Amdahl's law).",
     ),
-    "launches": Exercise(
+    "profiles.launches": Exercise(
         "The profile of a GPU",
         _launches,
         "The GPU waits 66 % of a step for launches; without it 34 % remain: 1 / 0.34 = **2.9**. Without communication"
         " that is exposed (5 %), a step would become 1.05 times as fast.",
     ),
-    "faults": Exercise("Five faults", _faults, _changes(), given="slow_training.py", runs="script"),
+    "profiles.faults": Exercise("Five faults", _faults, _changes(), given="slow_training.py", runs="script"),
 }

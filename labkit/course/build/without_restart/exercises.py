@@ -11,7 +11,7 @@ from labkit.common.units import size
 from labkit.course.build import criteria
 from labkit.course.build.criteria import SLACK, check_class, check_function, records_of, solution
 from labkit.course.build.record import Record
-from labkit.course.exercises import Exercise, Wrong, require_function, require_number, result_of
+from labkit.course.exercises import Exercise, Wrong, numbers_of, require_function
 
 # ---- samples that are lost
 
@@ -24,11 +24,7 @@ def _samples(answer: Any) -> str:
     for case in _CASES:
         replicas, samples, interval, restart, heal = case
         call = f"lost{case}"
-        given = result_of(call, answer, *case)
-        if not isinstance(given, (tuple, list)) or len(given) != 2:
-            raise Wrong(f"{call} must return two numbers, with a restart and with recovery, got {given!r}")
-        for number in given:
-            require_number(number, f"of samples, from {call}")
+        given = numbers_of(call, ("samples lost with a restart", "with recovery"), answer, *case)
         wanted = replicas * samples * (interval / 2 + restart), samples * heal
         if not math.isclose(given[0], wanted[0], rel_tol=1e-6):
             words = "which replicas compute the steps since the checkpoint again, and which of them wait for a restart?"
@@ -165,14 +161,14 @@ def _hint_of_state(records: Sequence[Record], back: int) -> str:
 
 
 EXERCISES = {
-    "samples": Exercise(
+    "without_restart.samples": Exercise(
         "What a failure costs",
         _samples,
         "`return replicas * samples * (interval / 2 + restart), samples * heal`: with a restart, all replicas compute"
         " half an interval again and wait; with recovery, one replica is missing for `heal` steps.",
     ),
-    "diloco": Exercise("The outer step of DiLoCo", _diloco, solution(__file__, "DiLoCo"), runs="code"),
-    "recovery": Exercise(
+    "without_restart.diloco": Exercise("The outer step of DiLoCo", _diloco, solution(__file__, "DiLoCo"), runs="code"),
+    "without_restart.recovery": Exercise(
         "Recovery within a step",
         _recovery,
         solution(__file__, "recover", "heal"),
