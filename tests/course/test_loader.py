@@ -9,7 +9,7 @@ from answers import loaders
 from simulated_loader import observed
 
 from labkit import check
-from labkit.course.build.input_pipeline import judge as loader
+from labkit.course.build.input_pipeline import exercises as loader
 from labkit.course.build.input_pipeline import task as shards
 from labkit.course.build.input_pipeline.solution import Loader
 from labkit.course.exercises import Wrong
