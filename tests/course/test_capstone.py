@@ -10,8 +10,7 @@ from labkit import check, starter
 from labkit.course.build import criteria
 from labkit.course.build.capstone import mesh_training
 from labkit.course.build.capstone import trial as mesh
-from labkit.course.build.ranks.expected import CLOSE, hint
-from labkit.course.build.record import Event, Record
+from labkit.course.build.record import CLOSE, Event, Record, hint
 from labkit.course.exercises import Wrong
 
 MESH = {"data": 2, "pipeline": 2, "tensor": 2}

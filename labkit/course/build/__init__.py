@@ -16,7 +16,7 @@ All of them share:
 ============== =====================================================================================================
 `criteria`     takes the answer's source, runs it on CPU ranks as an ordinary run, and judges what each rank recorded;
                each criterion names itself, the rank, the step, what was expected and what it got
-`record`       what a rank records: losses, calls in order with their bytes, operations, memory
+`record`       what a rank records: losses, calls in order with their bytes, operations, memory; what is expected of it
 `ranks/`       what runs the answer inside the ranks and watches it, and the program of the examiner
 `sandbox`      runs the ranks of a submitted answer with limits, instead of as an ordinary run
 `grade`        judges a folder of submissions and writes a CSV

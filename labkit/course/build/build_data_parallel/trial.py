@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.course.build.ranks.expected import Expected, Given
 from labkit.course.build.ranks.recorder import Recorder
+from labkit.course.build.record import Expected, Given
 
 WIDTH, LAYERS, SAMPLES, RATE = 512, 6, 8, 1.0
 STEPS = 4

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.course.build.ranks.expected import Expected, Given
 from labkit.course.build.ranks.recorder import Recorder
-from labkit.course.build.record import BACKWARD, FORWARD, OUTSIDE
+from labkit.course.build.record import BACKWARD, FORWARD, OUTSIDE, Expected, Given
 
 COUNT, SAMPLES, WIDTH, STEPS, RATE = 6, 4, 32, 3, 1.0
 LAST_ONLY = "the gradients of {names} are those of the last micro-batch alone: they must add up over all of them"

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.course.build.ranks.expected import Expected, Given
 from labkit.course.build.ranks.recorder import Recorder
+from labkit.course.build.record import Expected, Given
 
 HEADS, CHUNK, DIMENSION, STEPS = 2, 16, 32, 2
 MISSES = "the output lacks one block of keys: the ring makes one hop too few, or starts with the wrong source rank"

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.course.build.ranks.expected import Expected, Given
 from labkit.course.build.ranks.recorder import Recorder
-from labkit.course.build.record import OUTSIDE
+from labkit.course.build.record import OUTSIDE, Expected, Given
 
 TOKENS, WIDTH, HIDDEN, STEPS, RATE = 16, 32, 128, 4, 0.5
 VOCABULARY, SCALES = 512, (1.0, 10.0, 1_000.0)

@@ -31,8 +31,8 @@ from labkit.course.build.capstone.mesh_training import (
     part_of,
     split_dimension,
 )
-from labkit.course.build.ranks.expected import Expected, Given
 from labkit.course.build.ranks.recorder import Recorder
+from labkit.course.build.record import Expected, Given
 
 STEPS = 2
 TIED = "vocabulary.weight"

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.course.build.ranks.expected import Expected, Given
 from labkit.course.build.ranks.recorder import Recorder
+from labkit.course.build.record import Expected, Given
 
 TRAINERS, SAMPLERS, STEPS, LAYERS = 2, 2, 2, 6
 COLUMN, ROW = "column", "row"

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.course.build.ranks.expected import Expected, Given
 from labkit.course.build.ranks.recorder import Recorder
-from labkit.course.build.record import OUTSIDE
+from labkit.course.build.record import OUTSIDE, Expected, Given
 
 # ---- what is drawn at grading, and what a single device makes of it
 

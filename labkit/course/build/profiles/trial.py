@@ -21,8 +21,8 @@ from labkit.course.build.profiles.slow_training import (
     SAMPLES,
     Model,
 )
-from labkit.course.build.ranks.expected import Expected, Given
 from labkit.course.build.ranks.recorder import Recorder
+from labkit.course.build.record import Expected, Given
 
 STEPS = 2  # the probe of an ordinary run profiles a later one, which takes long for this many operators
 _TEXT = 4096  # bytes of each rank

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from labkit.course.build.ranks.entry import given_path, record_path, results_path, signature
-from labkit.course.build.ranks.expected import Results, hint
-from labkit.course.build.record import Record
+from labkit.course.build.record import Record, Results, hint
 
 
 class Exam:

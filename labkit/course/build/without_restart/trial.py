@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.course.build.ranks.expected import Expected, Given
 from labkit.course.build.ranks.recorder import Recorder
-from labkit.course.build.record import OUTSIDE
+from labkit.course.build.record import OUTSIDE, Expected, Given
 from labkit.course.build.without_restart.replica import Lighthouse, Manager
 
 WIDTH, SAMPLES, RATE = 64, 8, 0.01
