@@ -11,16 +11,17 @@ from typing import Any
 
 from labkit.common.units import size
 from labkit.course.build import criteria
-from labkit.course.build.criteria import check_class, check_function, records_of, solution
+from labkit.course.build.criteria import check_class, check_function, records_of, sent_in_words, solution
 from labkit.course.build.record import Record
 from labkit.course.exercises import Exercise, Wrong
+from labkit.record.writer import sent
 
 _RANKS = 4
 
 
 def _all_reduced(record: Record) -> float:
     """Bytes that a rank sends in an all-reduce of all gradients: 2 (n − 1) / n of them."""
-    return 2 * (_RANKS - 1) / _RANKS * record.figures["gradients"]
+    return sent("all_reduce", record.figures["gradients"], _RANKS)
 
 
 _ALL_REDUCED = "2 (n − 1) / n of the gradients, once per step"
@@ -43,10 +44,6 @@ def _network(record: Record) -> float:
     return 3 * record.figures["product"] - record.figures["first"]
 
 
-def _sends(record: Record) -> str:
-    return f"a rank sends {size(record.sent(0))} per step, by {criteria.calls_in_words(record, 0)}"
-
-
 def _differs(records: Sequence[Record]) -> str:
     worst = max(difference for record in records for difference in record.differences.values())
     return f"parameters and gradients differ from those of one device by {worst:.1g} at most"
@@ -55,14 +52,14 @@ def _differs(records: Sequence[Record]) -> str:
 def _naive(answer: Any) -> str:
     check_function(answer, ["model"])
     records = _trained(criteria.ended(records_of("build_data_parallel.trial", "naive", answer, _RANKS)))
-    return f"{_differs(records)}; {_sends(records[0])}"
+    return f"{_differs(records)}; {sent_in_words(records[0])}"
 
 
 def _hooks(answer: Any) -> str:
     check_class(answer, "whose objects have finish()", ["model"])
     records = _trained(criteria.ended(records_of("build_data_parallel.trial", "hooks", answer, _RANKS)))
     early = criteria.overlap(records, 0.5)
-    return f"{early:.0%} of the bytes are sent while backward still computes; {_sends(records[0])}"
+    return f"{early:.0%} of the bytes are sent while backward still computes; {sent_in_words(records[0])}"
 
 
 def _buckets(answer: Any) -> str:
@@ -71,7 +68,7 @@ def _buckets(answer: Any) -> str:
     _calls(records)
     early = criteria.overlap(records, 0.5)
     accumulated = size(max(record.sent(step, "accumulation") for record in records for step in record.steps()))
-    return f"{_sends(records[0])}, {early:.0%} of them during backward, and {accumulated} in no_sync()"
+    return f"{sent_in_words(records[0])}, {early:.0%} of them during backward, and {accumulated} in no_sync()"
 
 
 def _calls(records: Sequence[Record]) -> None:
@@ -89,7 +86,7 @@ def _calls(records: Sequence[Record]) -> None:
 
 def _unit(record: Record) -> float:
     """U: bytes that a rank sends in one reduce-scatter of all gradients, or in one all-gather of all parameters."""
-    return (_RANKS - 1) / _RANKS * record.figures["parameters"]
+    return sent("all_gather", record.figures["parameters"], _RANKS)
 
 
 def _shard(record: Record) -> float:
@@ -129,7 +126,7 @@ def _has(records: Sequence[Record]) -> str:
 
 def _zero1(answer: Any) -> str:
     records = _zero(answer)
-    return f"{_has(records)}; {_sends(records[0])}"
+    return f"{_has(records)}; {sent_in_words(records[0])}"
 
 
 def _zero2(answer: Any) -> str:
@@ -146,8 +143,8 @@ def _zero2(answer: Any) -> str:
         lambda record: _shard(record) + 2 * record.figures["largest"],
         "more than before it: a shard of the gradients, and two whole gradients",
     )
-    left = max(count for record in records for count in record.memory["after backward"])
-    return f"backward leaves {size(left)} more than before it; {_has(records)}; {_sends(records[0])}"
+    left = size(criteria.most_memory(records, "after backward"))
+    return f"backward leaves {left} more than before it; {_has(records)}; {sent_in_words(records[0])}"
 
 
 def _fsdp(answer: Any) -> str:
@@ -179,7 +176,7 @@ def _fsdp(answer: Any) -> str:
             ),
             f"more than before the step: the activations, {units} units{' and the gradients of a shard' * gradients}",
         )
-    return f"{_has(records)}; {_sends(records[0])}"
+    return f"{_has(records)}; {sent_in_words(records[0])}"
 
 
 EXERCISES = {

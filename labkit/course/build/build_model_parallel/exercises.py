@@ -14,6 +14,7 @@ from labkit.course.build import criteria
 from labkit.course.build.criteria import Bytes, check_class, check_function, records_of, solution
 from labkit.course.build.record import Record
 from labkit.course.exercises import Exercise
+from labkit.record.writer import sent
 
 _RANKS = 4
 _MLP = ["w1", "b1", "w2", "b2"]
@@ -21,7 +22,7 @@ _MLP = ["w1", "b1", "w2", "b2"]
 
 def _messages(record: Record) -> float:
     """Bytes of two all-reduces of the activations, which is also two all-gathers and two reduce-scatters of them."""
-    return 2 * 2 * (_RANKS - 1) / _RANKS * record.figures["message"]
+    return 2 * sent("all_reduce", record.figures["message"], _RANKS)
 
 
 def _mlp(answer: Any, trial: str, why: str, bias: float) -> str:
@@ -31,7 +32,7 @@ def _mlp(answer: Any, trial: str, why: str, bias: float) -> str:
     criteria.results(records)
     criteria.sent_per_step(
         records,
-        lambda record: _messages(record) + bias * 2 * (_RANKS - 1) / _RANKS * record.figures["bias"],
+        lambda record: _messages(record) + bias * sent("all_reduce", record.figures["bias"], _RANKS),
         why,
     )
     criteria.memory(
@@ -43,8 +44,7 @@ def _mlp(answer: Any, trial: str, why: str, bias: float) -> str:
     criteria.computed(records, ("forward", "backward"), _share, _share, "the layer before the MLP, and 1/n of the MLP")
     most = max(record.flops(0) - record.figures["replicated"] for record in records)
     part = most / (_RANKS * records[0].figures["mlp"])
-    calls = criteria.calls_in_words(records[0], 0)
-    return f"a rank computes {part:.0%} of the MLP, and sends {size(records[0].sent(0))} per step, by {calls}"
+    return f"a rank computes {part:.0%} of the MLP; {criteria.sent_in_words(records[0])}"
 
 
 def _share(record: Record) -> float:
@@ -66,15 +66,15 @@ def _cross_entropy(answer: Any) -> str:
     criteria.results(records)
     criteria.sent_between(
         records,
-        lambda record: 2 * (_RANKS - 1) / _RANKS * record.figures["token"],
-        lambda record: 3 * 2 * (_RANKS - 1) / _RANKS * record.figures["token"],
+        lambda record: sent("all_reduce", record.figures["token"], _RANKS),
+        lambda record: 3 * sent("all_reduce", record.figures["token"], _RANKS),
         "three all-reduces of one number per token",
     )
     criteria.elements(
         records, ("forward", "backward"), lambda record: record.figures["logits"], "this rank's part of the logits", 40
     )
-    sent, calls = size(records[0].sent(0)), criteria.calls_in_words(records[0], 0)
-    return f"a rank sends {sent}, by {calls}; its logits have {size(4 * records[0].figures['logits'])}"
+    logits = size(4 * records[0].figures["logits"])
+    return f"{criteria.sent_in_words(records[0])}; its logits have {logits}"
 
 
 def _pipeline(answer: Any, ranks: int) -> str:

@@ -16,6 +16,7 @@ from labkit.course.exercises.layouts import pick_a_layout
 from labkit.course.exercises.own import finished
 from labkit.prediction.scale.advice import Advice, advice
 from labkit.prediction.scale.asked import training
+from labkit.record.writer import sent
 
 # ---- bytes per rank by formula
 
@@ -98,23 +99,17 @@ _SMALL = 1024  # bytes per step that may be sent in groups along several axes: t
 def _split(record: Record) -> float:
     """Bytes that a rank of the tensor group sends to gather or scatter one activation, for all micro-batches."""
     figures = record.figures
-    tensor = figures["mesh"]["tensor"]
-    return (tensor - 1) / tensor * figures["activation"] * figures["micro_batches"]
-
-
-def _reduced(count: int, payload: float) -> float:
-    """Bytes that a rank sends in an all-reduce."""
-    return 2 * (count - 1) / count * payload
+    return sent("all_gather", figures["activation"] * figures["micro_batches"], figures["mesh"]["tensor"])
 
 
 def _along_data(record: Record) -> float:
-    return _reduced(record.figures["mesh"]["data"], record.figures["parameters"])
+    return sent("all_reduce", record.figures["parameters"], record.figures["mesh"]["data"])
 
 
 def _along_pipeline(record: Record) -> float:
     figures = record.figures
     shards = figures["micro_batches"] * figures["activation"] / figures["mesh"]["tensor"]
-    return shards + _reduced(figures["mesh"]["pipeline"], figures["vocabulary"])
+    return shards + sent("all_reduce", figures["vocabulary"], figures["mesh"]["pipeline"])
 
 
 def _activations(record: Record) -> float:
@@ -128,7 +123,7 @@ def _along_tensor(record: Record) -> float:
     figures = record.figures
     tensor, micro_batches = figures["mesh"]["tensor"], figures["micro_batches"]
     scores = 3 * figures["token"] * micro_batches * figures["stage"]
-    return _activations(record) + _reduced(tensor, scores + micro_batches * figures["replicated"])
+    return _activations(record) + sent("all_reduce", scores + micro_batches * figures["replicated"], tensor)
 
 
 _SENT: dict[str, tuple[Bytes, Bytes, str]] = {
@@ -185,12 +180,12 @@ def _trainer(answer: Any) -> str:
         lambda record: record.figures["products"] + 3.5 * record.figures["attention"],
         products,
     )
-    stored = max(count for record in records for count in record.memory["between two steps"])
+    stored = criteria.most_memory(records, "between two steps")
     most_sent = {axis: max(criteria.sent_in(record, 0, mesh, axis) for record in records) for axis in mesh}
-    sent = ", ".join(f"{size(count)} along {axis}" for axis, count in most_sent.items())
+    along = ", ".join(f"{size(count)} along {axis}" for axis, count in most_sent.items())
     return (
         f"eight ranks train as one device does; between two steps a rank stores at most {size(stored)}, and it sends at"
-        f" most {sent} per step"
+        f" most {along} per step"
     )
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from labkit.common.units import size
 from labkit.course.build import criteria
 from labkit.course.build.criteria import check_function, records_of, solution
 from labkit.course.build.record import Record
 from labkit.course.exercises import Exercise, Wrong, drawn, number_of, require_function
+from labkit.record.writer import sent
 
 # ---- the bytes of a change of placement
 
@@ -106,23 +106,22 @@ def _plan(answer: Any) -> str:
     try:
         criteria.sent_between(
             records,
-            lambda record: _passes(4, record.figures["activation"]),
-            lambda record: _passes(4, record.figures["activation"]) + _passes(2, record.figures["norm"]),
+            _activations,
+            lambda record: _activations(record) + sent("all_reduce", record.figures["norm"], _RANKS),
             "an all-gather and a reduce-scatter of the activations in forward and in backward, and an all-reduce of the"
             " gradient of the norm",
         )
     except Wrong as wrong:
         raise Wrong(f"{wrong}{_hint_of_calls(records[0])}") from None
-    calls = criteria.calls_in_words(records[0], 0)
     return (
-        f"losses and gradients are those of one device, and a rank sends {size(records[0].sent(0))} per step, by"
-        f" {calls}; it stores 1/{_RANKS} of every matrix"
+        f"losses and gradients are those of one device, and {criteria.sent_in_words(records[0])}; it stores"
+        f" 1/{_RANKS} of every matrix"
     )
 
 
-def _passes(count: int, whole: float) -> float:
-    """Bytes that a rank sends in `count` passes around the ring with a tensor of `whole` bytes."""
-    return count * whole * (_RANKS - 1) / _RANKS
+def _activations(record: Record) -> float:
+    """Bytes that a rank sends in four passes around the ring."""
+    return 4 * sent("all_gather", record.figures["activation"], _RANKS)
 
 
 def _split(records: list[Record]) -> None:

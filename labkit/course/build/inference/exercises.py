@@ -195,7 +195,7 @@ def _weights(answer: Any) -> str:
         lambda record: _UNITS * record.figures["largest"] + (0 if record.figures["trains"] else _part(record)),
         f"{_UNITS} matrices in bf16, and on a sampler its part of the weights: hand over one matrix after the other",
     )
-    peak = max(count for record in records[2:] for count in record.memory["at the peak"])
+    peak = criteria.most_memory(records[2:], "at the peak")
     return (
         f"the samplers have exactly what the trainers have, in bf16; a trainer sends {size(records[0].sent(0))} per"
         f" hand-over, which is its shard once, and a sampler holds {size(peak)} at most, while the model has"

@@ -14,6 +14,7 @@ from labkit.course.build import criteria
 from labkit.course.build.criteria import check_class, check_function, records_of, solution
 from labkit.course.build.record import Record
 from labkit.course.exercises import Exercise, Wrong, explained, numbers_of, require_function, require_number, result_of
+from labkit.record.writer import sent
 
 # ---- the bytes of FSDP2 with a policy
 
@@ -34,10 +35,10 @@ def _bytes(answer: Any) -> str:
         call = f"fsdp2{case}"
         given = numbers_of(call, ("bytes stored", "bytes sent"), answer, *case)
         parameters, ranks, param, reduce, reshard = case
-        stored, sent = 12 * parameters / ranks, (ranks - 1) / ranks * parameters * (param * (1 + reshard) + reduce)
+        stored, moved = 12 * parameters / ranks, (ranks - 1) / ranks * parameters * (param * (1 + reshard) + reduce)
         if not math.isclose(given[0], stored, rel_tol=1e-6):
             raise Wrong(f"{call} stores {given[0]:,.0f} bytes: {_why_stored(given[0], case)}")
-        if not math.isclose(given[1], sent, rel_tol=1e-6):
+        if not math.isclose(given[1], moved, rel_tol=1e-6):
             raise Wrong(f"{call} sends {given[1]:,.0f} bytes: {_why_sent(given[1], case)}")
     return "the policy decides what is sent; what is stored from step to step stays in fp32"
 
@@ -110,11 +111,11 @@ def _step(answer: Any) -> str:
         lambda record: 14 * record.figures["numbers"],
         "per parameter 2 bytes in fp16, 4 of its fp32 copy, and 8 of the moments of Adam; gradients are freed",
     )
-    stored = max(count for record in records for count in record.memory["between two steps"])
+    stored = criteria.most_memory(records, "between two steps")
     return (
         "losses and parameters are those of one device, two overflows are skipped on both ranks; between two steps a"
-        f" rank stores {stored / records[0].figures['numbers']:.1f} bytes per parameter, and it sends"
-        f" {size(records[0].sent(0))} per step, by {criteria.calls_in_words(records[0], 0)}"
+        f" rank stores {stored / records[0].figures['numbers']:.1f} bytes per parameter;"
+        f" {criteria.sent_in_words(records[0])}"
     )
 
 
@@ -136,7 +137,7 @@ def _finite(records: Sequence[Record]) -> None:
 
 def _gradients(record: Record) -> float:
     """Bytes that a rank sends to reduce all gradients in fp16."""
-    return 2 * (_RANKS - 1) / _RANKS * 2 * record.figures["numbers"]
+    return sent("all_reduce", 2 * record.figures["numbers"], _RANKS)
 
 
 # ---- forward under a limit of memory

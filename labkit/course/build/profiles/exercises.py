@@ -18,6 +18,7 @@ from labkit.course.build import criteria
 from labkit.course.build.criteria import written_script
 from labkit.course.build.record import Record
 from labkit.course.exercises import Exercise, Wrong, explained, number_of, require_function, require_number
+from labkit.record.writer import sent
 
 # ---- what a fix can gain
 
@@ -83,7 +84,7 @@ class _Fault:
 
 def _once(record: Record) -> float:
     """Bytes that a rank sends when all gradients are reduced once: 2 (n − 1) / n of them."""
-    return 2 * (_RANKS - 1) / _RANKS * record.figures["gradients"]
+    return sent("all_reduce", record.figures["gradients"], _RANKS)
 
 
 def _loading(record: Record, step: int) -> float:
@@ -142,8 +143,7 @@ def _faults(answer: Any) -> str:
     record = records[0]
     return (
         f"it trains the same, and all {len(_FAULTS)} faults are gone: a micro-batch takes {_loading(record, 1):.0f}"
-        f" operators to load, and a rank sends {size(record.sent(1))} per step, by"
-        f" {criteria.calls_in_words(record, 1)}, without a synchronization"
+        f" operators to load, and {criteria.sent_in_words(record, 1)}, without a synchronization"
     )
 
 

@@ -12,6 +12,7 @@ from labkit.course.build import criteria
 from labkit.course.build.criteria import SLACK, check_class, check_function, records_of, solution
 from labkit.course.build.record import Record
 from labkit.course.exercises import Exercise, Wrong, numbers_of, require_function
+from labkit.record.writer import sent
 
 # ---- samples that are lost
 
@@ -45,7 +46,7 @@ _MORE = 4  # rounds after a failure
 
 def _ring(record: Record, ranks: int) -> float:
     """Bytes that a rank sends in an all-reduce of all parameters among `ranks` ranks."""
-    return 2 * (ranks - 1) / ranks * record.figures["parameters"]
+    return sent("all_reduce", record.figures["parameters"], ranks)
 
 
 def _diloco(answer: Any) -> str:
@@ -64,9 +65,9 @@ def _diloco(answer: Any) -> str:
     criteria.results(records)
     for step in range(every - 1, len(records[0].expected), every):
         _equal(records, step, [record.figures["digests"][step] for record in records], "parameters")
-    sent = sum(records[0].sent(step) for step in range(every))
+    total = sum(records[0].sent(step) for step in range(every))
     return (
-        f"the replicas are equal bit by bit after every {every} steps, and a rank sends {size(sent)} in these:"
+        f"the replicas are equal bit by bit after every {every} steps, and a rank sends {size(total)} in these:"
         f" 1/{every} of what DDP sends"
     )
 
@@ -115,11 +116,11 @@ def _recovery(answer: Any) -> str:
         raise Wrong(f"{wrong} ({when}){_hint_of_state(records, back)}") from None
     for step in range(steps):
         for record, moved, low, high, why in _traffic(records, step):
-            if not low * (1 - SLACK) <= moved <= high * (1 + SLACK):
-                bound = f"at least {size(low)}" if moved < low else f"at most {size(high)} ({why})"
+            bound = criteria.crossed(moved, low, high, size)
+            if bound:
                 raise Wrong(
-                    f"bytes sent: in step {step}, rank {record.rank} sends {size(moved)}, expected {bound}; {when}, and"
-                    f" it calls {criteria.calls_in_words(record, step)}"
+                    f"bytes sent: in step {step}, rank {record.rank} sends {size(moved)}, expected {bound} ({why});"
+                    f" {when}, and it calls {criteria.calls_in_words(record, step)}"
                 )
         there = [record for record in records if str(step) in record.figures["digests"]]
         for what in there[0].figures["digests"][str(step)]:
