@@ -117,12 +117,12 @@ def _code(value: Any) -> CodeType:
 
 def _global_names(code: CodeType) -> set[str]:
     """The names that a piece of code, or a function in it, looks up outside of itself."""
-    found = {
+    names = {
         instruction.argval
         for instruction in dis.get_instructions(code)
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     }
-    return found.union(*(_global_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)))
+    return names.union(*(_global_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)))
 
 
 def written_script(answer: Any, name: str, example: str) -> Answer:

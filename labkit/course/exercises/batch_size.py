@@ -86,9 +86,9 @@ def _estimates(
 
     total, ranks = sum(shares), len(shares)
     together = torch.stack(list(gradients))
-    each = together.square().sum(2)
+    by_rank = together.square().sum(2)
     mean = sum(share * gradient for share, gradient in zip(shares, gradients)) / total
-    small, large, unweighted = each.mean(0), mean.square().sum(1), together.mean(0).square().sum(1)
+    small, large, unweighted = by_rank.mean(0), mean.square().sum(1), together.mean(0).square().sum(1)
     harmonic, arithmetic = ranks / sum(1 / share for share in shares), total / ranks
 
     def parts(low: Tensor, high: Tensor, batch: float) -> tuple[Tensor, Tensor]:
@@ -99,9 +99,9 @@ def _estimates(
         return float(noisy.mean() / signal.mean())
 
     noisy, signal = parts(small, large, harmonic)
-    crossed = (together.sum(0).square().sum(1) - each.sum(0)) / (ranks * (ranks - 1))
+    crossed = (together.sum(0).square().sum(1) - by_rank.sum(0)) / (ranks * (ranks - 1))
     dots = crossed.mean()  # the mean product of two ranks' gradients is |G|² as well
-    pairs = torch.stack([share * (squares.mean() - dots) for share, squares in zip(shares, each)]).mean() / dots
+    pairs = torch.stack([share * (squares.mean() - dots) for share, squares in zip(shares, by_rank)]).mean() / dots
     mistakes = (
         (noisy / signal).mean(), "average tr Σ and |G|² over the steps first, and divide once: a ratio of two noisy"
         " numbers has no useful mean",

@@ -87,12 +87,12 @@ def _save_once(answer: Any, path: Path, before: str | None, dies: bool) -> None:
             "the temporary file was created in another folder; renaming is atomic only within one file system, "
             "so create it next to its final name"
         )
-    found, expected = _read(path), before if dies else "new"
-    if found != expected:
+    saved, expected = _read(path), before if dies else "new"
+    if saved != expected:
         words = {None: "nothing", "old": "the previous checkpoint", "new": "the new checkpoint"}
         raise Wrong(
             f"{case}, {path.name} must contain {words[expected]} at the end, "
-            f"got {words.get(found, 'an incomplete checkpoint')}"
+            f"got {words.get(saved, 'an incomplete checkpoint')}"
         )
 
 

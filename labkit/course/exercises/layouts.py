@@ -89,8 +89,8 @@ def _name(run: Published) -> str:
 
 def _not_published(there: Case, degrees: Mapping[str, int]) -> str:
     [nearest] = evidence(there.training, there.layout(degrees), 1, there.runs)
-    found = there.speed(there.same(nearest.run))
-    did = "failed" if found is None else f"reached {found / there.ranked[0][0]:.0%} of the fastest"
+    speed = there.speed(there.same(nearest.run))
+    did = "failed" if speed is None else f"reached {speed / there.ranked[0][0]:.0%} of the fastest"
     return f"no run with exactly this layout was published; the nearest, {_name(nearest.run)}, {did}"
 
 

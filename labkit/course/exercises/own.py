@@ -17,9 +17,9 @@ def a_run(answer: Any) -> Run:
     if not isinstance(answer, Run):
         raise Wrong(f"the answer must be the run itself, the return value of run(…), got {type(answer).__name__}")
     if not answer.state.over:
-        found = next((finding for finding in answer.findings() if finding.kind == "wrong"), None)
-        if found is not None:
-            raise Wrong(f"the run has not ended: {found.title} ({found.evidence}); stop it with .stop()")
+        trouble = next((finding for finding in answer.findings() if finding.kind == "wrong"), None)
+        if trouble is not None:
+            raise Wrong(f"the run has not ended: {trouble.title} ({trouble.evidence}); stop it with .stop()")
         raise Wrong("the run has not ended yet; wait for it with .wait()")
     return answer
 

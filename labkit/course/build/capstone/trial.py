@@ -101,8 +101,8 @@ def _parameters(given: Given) -> dict[str, Tensor]:
 @cache
 def names_of(stage: int) -> list[str]:
     """The parameters of a pipeline stage."""
-    each = BLOCKS // PIPELINE
-    blocks = range(stage * each, (stage + 1) * each)
+    count = BLOCKS // PIPELINE
+    blocks = range(stage * count, (stage + 1) * count)
     return list(Stage(blocks, stage == 0, stage == PIPELINE - 1, None).state_dict())
 
 
@@ -162,10 +162,10 @@ def _uses(name: str) -> int:
 
 def _replicas(given: list[Given]) -> list[Given]:
     """The tokens and targets of each replica."""
-    each = PIPELINE * TENSOR
+    ranks = PIPELINE * TENSOR
     return [
-        {"tokens": given[first]["tokens"], "targets": given[first + each - 1]["targets"]}
-        for first in range(0, len(given), each)
+        {"tokens": given[first]["tokens"], "targets": given[first + ranks - 1]["targets"]}
+        for first in range(0, len(given), ranks)
     ]
 
 

@@ -96,10 +96,10 @@ def _task() -> str:
 def _plan(answer: Any) -> str:
     check_function(answer, ["block", "mesh"])
     names, sequence = block_of_learner()
-    found = records_of("dtensor.trial", "split_block", answer, _RANKS, names=names, sequence=sequence)
-    _split([record for record in found if record is not None])
+    recorded = records_of("dtensor.trial", "split_block", answer, _RANKS, names=names, sequence=sequence)
+    _split([record for record in recorded if record is not None])
     try:
-        records = criteria.ended(found)
+        records = criteria.ended(recorded)
     except Wrong as wrong:
         raise Wrong(f"{wrong}{_hint_of_error(str(wrong))}") from None
     criteria.results(records)

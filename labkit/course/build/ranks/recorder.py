@@ -157,9 +157,9 @@ class Recorder(TorchDispatchMode):
 
     def live(self) -> int:
         """Bytes of all watched tensors, and of those created while recording, that still exist."""
-        found = {key: storage for key, reference in self._storages.items() if (storage := reference()) is not None}
-        self._storages = {key: self._storages[key] for key in found}
-        return sum(storage.nbytes() for storage in found.values())
+        alive = {key: storage for key, reference in self._storages.items() if (storage := reference()) is not None}
+        self._storages = {key: self._storages[key] for key in alive}
+        return sum(storage.nbytes() for storage in alive.values())
 
     def live_at_rest(self) -> int:
         """`live()` after the threads of gloo have released the buffers of finished collectives, which they do shortly

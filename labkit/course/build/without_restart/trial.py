@@ -394,10 +394,10 @@ def _first_life(recorder: Recorder, live: Callable[..., None], kill: int) -> lis
     os.close(writing)
     _wait_until(recorder, lambda: os.waitpid(child, os.WNOHANG)[0] == child)
     with open(reading, "rb") as pipe:
-        found = json.loads(pipe.read() or b'"the process has ended without a word"')
-    if isinstance(found, str):
-        raise RuntimeError(f"in its first life, {found}")
-    return list(found)
+        said = json.loads(pipe.read() or b'"the process has ended without a word"')
+    if isinstance(said, str):
+        raise RuntimeError(f"in its first life, {said}")
+    return list(said)
 
 
 def _end_with(parent: int) -> None:
