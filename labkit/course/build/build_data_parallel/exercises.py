@@ -1,6 +1,6 @@
 """Exercises of lab 13: data parallelism written by the learner, from the all-reduce after backward to FSDP.
 
-Every answer runs on four CPU ranks. The solutions for teachers are the source of `course/build/solutions/`.
+Every answer runs on four CPU ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Exercises of lab 14: tensor parallelism, a pipeline and ring attention written by the learner.
 
-Every answer runs on four CPU ranks, the first pipeline on two. The solutions for teachers are the source of
-`course/build/solutions/`.
+Every answer runs on four CPU ranks, the first pipeline on two.
 """
 
 from __future__ import annotations
