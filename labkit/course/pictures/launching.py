@@ -123,10 +123,10 @@ def _arrow(x0: float, y0: float, x1: float, y1: float, both: bool = False) -> di
     return ends | heads | ({"startarrowhead": 2, "arrowside": "end+start"} if both else {})
 
 
-_MINUTES = [10 ** (exponent / 20) / 10 for exponent in range(81)]  # 6 seconds to 17 hours
-
-
 # ---- failures: what a checkpoint interval costs on clusters, and a restart next to recovery within a step
+
+
+_MINUTES = [10 ** (exponent / 20) / 10 for exponent in range(81)]  # 6 seconds to 17 hours
 
 
 @checked
