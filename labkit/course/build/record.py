@@ -6,6 +6,7 @@ of a single device, by what a trial says in `Expected`. The notebook reads recor
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +134,11 @@ class Expected:
         """The rank must end with this tensor; a difference counts relative to its change `since`, or to its norm."""
         self.tensors[name] = tensor.detach().clone()
         self.sizes[name] = _norm(tensor if since is None else tensor - since)
+
+    def expects_parameters(self, tensors: Iterable[tuple[str, Tensor]], start: Results) -> None:
+        """The rank must end with these tensors, with their names, as results `parameter …`; they began as `start`."""
+        for name, tensor in tensors:
+            self.expects(f"parameter {name}", tensor, start[name])
 
     def mistake(self, words: str, name: str, tensor: Tensor) -> None:
         """With the mistake in `words`, this result would be `tensor`."""

@@ -77,8 +77,8 @@ def expect(trial: str, given: list[Given]) -> list[Expected]:
             for name, parameter in model.named_parameters():
                 rank.expects(f"first {name}", sample(parameter), sample(start[name]))
     for mine, rank in zip(given, expected):
-        for name, parameter in model.named_parameters() if trial in _WHOLE_PARAMETERS else ():
-            rank.expects(f"parameter {name}", parameter, start[name])
+        if trial in _WHOLE_PARAMETERS:
+            rank.expects_parameters(model.named_parameters(), start)
         rank.expects("output", model(mine["inputs"][STEPS]))
     return expected
 
@@ -203,9 +203,7 @@ def _train(
         with recorder.during("finish", step):
             finish()
         if step in (0, _LAST):
-            for name, parameter in model.named_parameters():
-                gradient = torch.zeros(()) if parameter.grad is None else parameter.grad
-                recorder.results[f"gradient of step {step}: {name}"] = gradient.clone()
+            recorder.keep_gradients(f"step {step}", model.named_parameters())
         with recorder.during("update", step):
             optimizer.step()
         recorder.record.losses.append((first + loss).item())
@@ -214,8 +212,7 @@ def _train(
 
 def _end(model: nn.Module, recorder: Recorder, given: Given) -> None:
     """The results after the last step."""
-    for name, parameter in model.named_parameters():
-        recorder.results[f"parameter {name}"] = parameter.detach()
+    recorder.keep_parameters(model.named_parameters())
     recorder.results["output"] = model(given["inputs"][STEPS]).detach()
 
 

@@ -60,8 +60,7 @@ def expect(trial: str, given: list[Given]) -> list[Expected]:
                     rank.mistake(MEAN, result, parameter.grad / COUNT)
         optimizer.step()
     for rank, stage, before in zip(expected, stages, given):
-        for name, parameter in stage.named_parameters():
-            rank.expects(f"parameter {name}", parameter, before[name])
+        rank.expects_parameters(stage.named_parameters(), before)
     return expected
 
 
@@ -118,13 +117,10 @@ def schedule(answer: Any, recorder: Recorder, given: Given) -> None:
                 loss_of if rank == ranks - 1 else None,
             )
         if step == 0:
-            for name, parameter in stage.named_parameters():
-                gradient = torch.zeros(()) if parameter.grad is None else parameter.grad
-                recorder.results[f"gradient of step 0: {name}"] = gradient.clone()
+            recorder.keep_gradients("step 0", stage.named_parameters())
         optimizer.step()
         with recorder.during("schedule", OUTSIDE):
             total = torch.tensor([loss.item() for loss in losses]).sum()
             dist.broadcast(total, src=ranks - 1)
         record.losses.append(total.item())
-    for name, parameter in stage.named_parameters():
-        recorder.results[f"parameter {name}"] = parameter.detach()
+    recorder.keep_parameters(stage.named_parameters())

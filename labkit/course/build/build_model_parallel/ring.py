@@ -111,10 +111,7 @@ def _try(answer: Any, recorder: Recorder, given: Given, trial: str) -> None:
         recorder.results[f"output of step {step}"] = out.detach()
         with recorder.during("backward", step):
             (errors.sum() / (HEADS * chunks * CHUNK * DIMENSION)).backward()
-        for name, part in zip("qkv", parts):
-            recorder.results[f"gradient of step {step}: {name}"] = (
-                torch.zeros_like(part) if part.grad is None else part.grad
-            )
+        recorder.keep_gradients(f"step {step}", zip("qkv", parts))
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, without: Tensor | None = None) -> Tensor:

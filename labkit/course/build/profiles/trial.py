@@ -65,8 +65,7 @@ def expect(trial: str, given: list[Given]) -> list[Expected]:
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
     for rank in expected:
-        for name, parameter in model.named_parameters():
-            rank.expects(f"parameter {name}", parameter, start[name])
+        rank.expects_parameters(model.named_parameters(), start)
     return expected
 
 
@@ -117,5 +116,4 @@ def train(answer: Any, recorder: Recorder, given: Given) -> None:
         del batches
     for name, tensors in zip(_LOADED, zip(*loaded)):
         recorder.results[name] = torch.stack(tensors)
-    for name, parameter in training.parameters().items():
-        recorder.results[f"parameter {name}"] = parameter.detach()
+    recorder.keep_parameters(training.parameters().items())

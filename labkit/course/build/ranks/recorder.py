@@ -13,7 +13,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import psutil
@@ -139,6 +139,19 @@ class Recorder(TorchDispatchMode):
     def synchronizes(self) -> None:
         """Counts a value of a tensor that Python gets."""
         self._count(self.record.syncs)
+
+    # ---- results, which the examiner compares with those of a single device
+
+    def keep_gradients(self, when: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The gradients of these tensors, with their names, are results `gradient of …`, such as of step 0."""
+        for name, tensor in tensors:
+            gradient = torch.zeros(()) if tensor.grad is None else tensor.grad
+            self.results[f"gradient of {when}: {name}"] = gradient.clone()
+
+    def keep_parameters(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """These tensors, with their names, are results `parameter …`."""
+        for name, tensor in tensors:
+            self.results[f"parameter {name}"] = tensor.detach()
 
     # ---- memory
 

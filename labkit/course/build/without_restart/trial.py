@@ -187,8 +187,7 @@ def outer_step(answer: Any, recorder: Recorder, given: Given) -> None:
         record.losses.append(loss.item())
         digests.append(_digest(*model.parameters()))
     record.figures["digests"] = digests
-    for name, parameter in model.named_parameters():
-        recorder.results[f"parameter {name}"] = parameter.detach()
+    recorder.keep_parameters(model.named_parameters())
 
 
 def _digest(*tensors: Tensor) -> str:
@@ -247,8 +246,7 @@ def _expect_recovery(given: list[Given]) -> list[Expected]:
                     expected[rank].mistake(TWICE, result, mean / len(given))
         optimizer.step()
     for rank in expected:
-        for name, parameter in model.named_parameters():
-            rank.expects(f"parameter {name}", parameter, start[name])
+        rank.expects_parameters(model.named_parameters(), start)
     return expected
 
 
@@ -297,7 +295,7 @@ def _live(
     called with the loss of each backward."""
     model = _network(given, "new " if begins else "")
     optimizer = adamw(model)
-    figures, results, losses = recorder.record.figures, recorder.results, recorder.record.losses
+    figures, losses = recorder.record.figures, recorder.record.losses
     calls = figures.setdefault("backwards", {})
     manager = _Counting(port, folder)
 
@@ -327,9 +325,8 @@ def _live(
             reached = answer(model, optimizer, backward, manager, 0 if step == begins else step)
         if reached != step + 1:
             raise ValueError(f"the answer returned {reached!r} after step {step}, expected {step + 1}, the next step")
-        for name, parameter in model.named_parameters() if _is_compared(given, dist.get_rank(), step) else ():
-            gradient = torch.zeros(()) if parameter.grad is None else parameter.grad
-            results[f"gradient of step {step}: {name}"] = gradient.clone()
+        if _is_compared(given, dist.get_rank(), step):
+            recorder.keep_gradients(f"step {step}", model.named_parameters())
         states = [optimizer.state[parameter] for parameter in model.parameters()]
         moments = [state[name] for state in states for name in sorted(state)]
         figures.setdefault("digests", {})[str(step)] = {
@@ -337,8 +334,8 @@ def _live(
             "buffers": _digest(*model.buffers()),
             "optimizer state": _digest(*moments),
         }
-    for name, parameter in model.named_parameters() if not dies else ():
-        results[f"parameter {name}"] = parameter.detach()
+    if not dies:
+        recorder.keep_parameters(model.named_parameters())
 
 
 class _Counting(Manager):
