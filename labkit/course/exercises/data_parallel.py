@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labkit.course.exercises import Exercise, Wrong, number_of, require_function, require_number, result_of
-from labkit.course.exercises.own import finished
+from labkit.course.exercises.own import finished, require_run
 from labkit.runs.handle import Run
 
 EXERCISES: dict[str, Exercise] = {}
@@ -27,15 +27,7 @@ def _steps(answer: Any) -> str:
 
 
 def _two(answer: Any) -> str:
-    state = finished(answer).state
-    spec = state.spec
-    if spec.strategy != "ddp":
-        raise Wrong(f"the strategy of this run must be ddp, got {spec.strategy or 'a script'}")
-    if state.world_size != 2:
-        raise Wrong(f"the world size must be 2, got {state.world_size}")
-    batch = spec.to_spec().global_batch
-    if batch != 128:
-        raise Wrong(f"the global batch size must be 128, got {batch}; how many samples does each rank take?")
+    require_run(finished(answer), strategy="ddp", ranks=2, batch=128)
     return "two ranks with 64 samples each: a step processes as many samples as on one device"
 
 
@@ -130,11 +122,10 @@ def _same(answer: Any) -> str:
     if set(by_name) != {"dp", "ddp"} or len(answer) != 2:
         raise Wrong(f"the runs must be one of dp and one of ddp, got {', '.join(map(str, by_name))}")
     for name, run in by_name.items():
-        spec = run.state.spec.to_spec()
-        if spec.global_batch != 96:
-            raise Wrong(f"{name}: the global batch size must be 96, got {spec.global_batch} ({spec.batch_sentence})")
-        if run.state.step < _STEPS:
-            raise Wrong(f"{name}: the run must have at least {_STEPS} steps, got {run.state.step}")
+        try:
+            require_run(run, batch=96, steps=_STEPS)
+        except Wrong as wrong:
+            raise Wrong(f"{name}: {wrong}") from None
     for step in range(_STEPS):
         first, second = (by_name[name].state.loss_at(step) for name in ("dp", "ddp"))
         if first is None or second is None or abs(first - second) > _CLOSE * abs(first):
@@ -228,11 +219,7 @@ def _buckets(answer: Any) -> str:
         raise Wrong(f"the run must be DDP on at least two ranks, got {answer.name}")
     if any(finding.name in ("same_samples", "no_set_epoch") for finding in answer.findings()):
         raise Wrong("the ranks do not use each sample once per epoch; see the findings() of the run")
-    spec = state.spec.to_spec()
-    if spec.global_batch != _BATCH:
-        raise Wrong(f"the global batch size must be {_BATCH}, got {spec.global_batch} ({spec.batch_sentence})")
-    if state.step < _MIN_STEPS:
-        raise Wrong(f"the run must have at least {_MIN_STEPS} steps, got {state.step}")
+    require_run(answer, batch=_BATCH, steps=_MIN_STEPS)
     calls = sum(entry.calls for entry in answer.ledger() if entry.op == "all_reduce")
     if calls < _MIN_BUCKETS:
         raise Wrong(
@@ -386,8 +373,7 @@ def _hint(given: float, units: tuple[int, ...], ranks: int, ahead: int, expected
 def _units(answer: Any) -> str:
     state = finished(answer).state
     spec = state.spec
-    if spec.strategy != "fsdp":
-        raise Wrong(f"the strategy of this run must be fsdp (FSDP1), got {spec.strategy or 'a script'}")
+    require_run(answer, strategy="fsdp")
     if spec.workload != "gpt" or spec.options.get("size") != "1M":
         raise Wrong("this run must train gpt with size=1M")
     seen = state.ranks[0].models

@@ -8,7 +8,7 @@ from typing import Any
 
 from labkit.analysis.theory.failures import first_order_cost, first_order_interval
 from labkit.course.exercises import Exercise, Wrong, number_of, require_function
-from labkit.course.exercises.own import a_run, finished, source
+from labkit.course.exercises.own import a_run, finished, require_run, source
 from labkit.record.events import Epoch, Save
 
 EXERCISES: dict[str, Exercise] = {}
@@ -103,8 +103,7 @@ def _read(path: Path) -> str | None:
 def _comeback(answer: Any) -> str:
     run = finished(answer)
     state = run.state
-    if state.world_size != 2:
-        raise Wrong(f"the world size must be 2, got {state.world_size}")
+    require_run(run, ranks=2)
     if not run.summary()["restarts"]:
         raise Wrong("this group never restarted: no rank was killed while it trained")
     firsts = {rank.first_step: rank for rank in state.ranks.values()}

@@ -9,7 +9,7 @@ from typing import Any
 
 from labkit.common.units import size
 from labkit.course.exercises import Exercise, Question, Wrong, drawn, drawn_exercise, require_function, result_of
-from labkit.course.exercises.own import finished
+from labkit.course.exercises.own import finished, require_run
 from labkit.course.pictures.pipeline import SCHEDULES, least
 from labkit.course.pictures.pipeline import order as by_rule
 from labkit.training.strategies import STRATEGIES
@@ -72,8 +72,7 @@ def _logits(answer: Any) -> str:
     spec = run.state.spec
     if spec.strategy != "tp" or spec.workload != "gpt":
         raise Wrong(f"the run must train gpt with tp, got {spec.workload or 'a script'} with {spec.strategy}")
-    if run.state.world_size != 2:
-        raise Wrong(f"the world size must be 2, got {run.state.world_size}")
+    require_run(run, ranks=2)
     entries = run.ledger()
     if not entries:
         raise Wrong("no step of this run was profiled; run at least 5 steps")
@@ -154,12 +153,9 @@ def _first_wrong(given: list[str], wanted: list[str], stage: int, stages: int) -
 
 def _bubble(answer: Any) -> str:
     run = finished(answer)
-    spec = run.state.spec
-    if spec.strategy != "pp":
-        raise Wrong(f"the strategy of this run must be pp, got {spec.strategy or 'a script'}")
-    ranks, options = run.state.world_size, spec.options
-    if ranks != 2:
-        raise Wrong(f"the world size must be 2, got {ranks}")
+    spec, ranks = run.state.spec, 2
+    require_run(run, strategy="pp", ranks=ranks)
+    options = spec.options
     schedule, micro_batches = options["schedule"], options["micro_batches"]
     formula = SCHEDULES[schedule].formula
     bubble = formula(ranks, micro_batches)
@@ -222,8 +218,7 @@ def _hint(given: tuple, wanted: tuple[int, ...], sizes: tuple[int, ...]) -> str:
 def _machines(answer: Any) -> str:
     run = finished(answer)
     spec, options = run.state.spec, run.state.spec.options
-    if run.state.world_size != 4:
-        raise Wrong(f"the world size must be 4, got {run.state.world_size}")
+    require_run(run, ranks=4)
     strategy = f"the strategy of this run is {spec.strategy or 'a script'}"
     stages, split = options.get("pp_size", 1), options.get("tp_size", 1)
     if stages == 1:

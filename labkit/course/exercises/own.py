@@ -32,6 +32,20 @@ def finished(answer: Any) -> Run:
     return run
 
 
+def require_run(run: Run, strategy: str = "", ranks: int = 0, batch: int = 0, steps: int = 0) -> None:
+    """Raises `Wrong` unless a run has this strategy, world size and global batch size, and at least so many steps; what
+    is not given may be any."""
+    state, spec = run.state, run.state.spec
+    if strategy and spec.strategy != strategy:
+        raise Wrong(f"the strategy of this run must be {strategy}, got {spec.strategy or 'a script'}")
+    if ranks and state.world_size != ranks:
+        raise Wrong(f"the world size must be {ranks}, got {state.world_size}")
+    if batch and (settled := spec.to_spec()).global_batch != batch:
+        raise Wrong(f"the global batch size must be {batch}, got {settled.global_batch} ({settled.batch_sentence})")
+    if state.step < steps:
+        raise Wrong(f"the run must have at least {steps} steps, got {state.step}")
+
+
 def source(run: Run) -> str:
     """The current text of the learner's script; `Wrong` if labkit generated it, or if it cannot be read."""
     script = run.state.spec.script

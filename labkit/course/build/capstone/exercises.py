@@ -13,7 +13,7 @@ from labkit.course.build.criteria import Bytes, records_of, solution, written_sc
 from labkit.course.build.record import Record
 from labkit.course.exercises import Exercise, Wrong, drawn, explained, numbers_of, require_function
 from labkit.course.exercises.layouts import pick_a_layout
-from labkit.course.exercises.own import finished
+from labkit.course.exercises.own import finished, require_run
 from labkit.prediction.scale.advice import Advice, advice
 from labkit.prediction.scale.asked import training
 from labkit.record.writer import sent
@@ -244,8 +244,7 @@ def _twin(answer: Any) -> str:
     if spec.workload != "gpt" or spec.options.get("size") != "10M" or spec.nproc != 4:
         size = f" of size {spec.options['size']}" if "size" in spec.options else ""
         raise Wrong(f"the run must train the gpt of size 10M on 4 ranks, got {spec.workload}{size} on {spec.nproc}")
-    if run.state.step < _STEPS:
-        raise Wrong(f"the run must have at least {_STEPS} steps, got {run.state.step}")
+    require_run(run, steps=_STEPS)
     if spec.data_ranks != 2:
         raise Wrong(
             f"the run must have two axes of two ranks, one of them for the batch; its batch is split over"
