@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.theory import collectives as plans
 from labkit.analysis.theory.collectives import Holding, Message, Piece, Plan, Round
-from labkit.common.units import size
+from labkit.common.units import counted, size
 from labkit.course.pictures.canvas import checked
 from labkit.figures import rank_colour
 from labkit.figures.as_plotly import as_figure, plain_look
@@ -47,7 +47,7 @@ def _rounds_of(plan: Plan) -> go.Figure:
     layout = plain_look() | {
         "hovermode": "closest",
         "title": {
-            "text": f"<b>{plan.title}</b>, {plan.n} ranks, {_count(len(plan.rounds), 'round')}",
+            "text": f"<b>{plan.title}</b>, {plan.n} ranks, {counted(len(plan.rounds), 'round')}",
             "x": 0,
             "xref": "container",
         }
@@ -228,10 +228,6 @@ def _few_enough(n: int) -> int:
     if isinstance(n, int) and n > MOST:
         raise ValueError(f"n must be at most {MOST} for a picture, got {n}")
     return n
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 # ---- pictures

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from labkit.analysis.theory.states import RECIPES
 from labkit.common.arguments import check_choice
 from labkit.course.pictures.canvas import checked
-from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure, plain_look
 from labkit.figures.colours import GRID, INK, OPERATIONS, OWNERS, PHASES
 from labkit.prediction.scale.layouts import SHARDINGS
@@ -412,39 +411,24 @@ def states(parameters: float, devices: int, recipe: str = "mixed", memory: float
     }
     names = [f"{name}<br>{sum(parts):,.1f} {word}" for name, *parts in zip(shown, *shares.values())]
     data = [
-        {"type": "bar", "name": owner, "x": names, "y": share, "marker": {"color": colours.OWNERS[owner]}}
+        {"type": "bar", "name": owner, "x": names, "y": share, "marker": {"color": OWNERS[owner]}}
         | {"hovertemplate": f"{owner} %{{y:.3~s}} {word}<extra>%{{x}}</extra>"}
         for owner, share in shares.items()
     ]
     title = f"Model states per device, by formula: {parameters:,.0f} parameters, {devices} devices, {recipe}"
-    layout = _layout(title, 330) | {"barmode": "stack", "legend": {"orientation": "h", "y": -0.18}}
-    layout |= {
-        "yaxis": {"title": {"text": word}, "gridcolor": colours.GRID, "zeroline": False},
+    layout = plain_look(12) | {
+        "title": {"text": f"<b>{title}</b>", **TITLE},
+        "height": 330,
+        "margin": {"l": 50, "r": 10, "t": 40, "b": 30},
+        "barmode": "stack",
+        "legend": {"orientation": "h", "y": -0.18},
+        "yaxis": {"title": {"text": word}, "gridcolor": GRID, "zeroline": False},
         "xaxis": {"type": "category"},
     }
     if memory:
         line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": memory / unit, "y1": memory / unit}
-        layout["shapes"] = [line | {"line": {"color": colours.INK, "width": 2, "dash": "dash"}}]
-        words = f"device memory: {memory / unit:,.0f} {word}"
-        layout["annotations"] = [_note(1, memory / unit, words, xref="paper", xanchor="right", yanchor="bottom")]
+        layout["shapes"] = [line | {"line": {"color": INK, "width": 2, "dash": "dash"}}]
+        words = {"text": f"device memory: {memory / unit:,.0f} {word}", "showarrow": False, "font": {"size": 12}}
+        place = {"x": 1, "y": memory / unit, "xref": "paper", "xanchor": "right", "yanchor": "bottom"}
+        layout["annotations"] = [words | place]
     return as_figure(data, layout)
-
-
-def _note(x: Any, y: float, text: str, **more: Any) -> dict[str, Any]:
-    return {"x": x, "y": y, "text": text, "showarrow": False, "font": {"size": 12}} | more
-
-
-def _layout(title: str, height: int) -> dict[str, Any]:
-    return {
-        "title": {
-            "text": f"<b>{title}</b>",
-            "x": 0,
-            "xref": "container",
-            "xanchor": "left",
-            "font": {"size": 13},
-            "pad": {"l": 8},
-        },
-        "height": height,
-        "margin": {"l": 50, "r": 10, "t": 40, "b": 30},
-        **plain_look(12),
-    }
