@@ -250,8 +250,9 @@ def script_of(module: str, trial: str, answer: Any, nproc: int) -> str:
 
 
 def records_of(module: str, trial: str, answer: Any, nproc: int, **settings: Any) -> list[Record | None]:
-    """What each rank recorded, and what was expected of it; None for a rank that wrote nothing. All processes have
-    ended when it returns. `settings` are those of a task that is drawn for each learner, as plain values."""
+    """What each rank recorded in a `trial` of a `module` below `labkit.course.build`, and what was expected of it; None
+    for a rank that wrote nothing. All processes have ended when it returns. `settings` are those of a task that is
+    drawn for each learner, as plain values."""
     text = script_of(module, trial, answer, nproc)
     with tempfile.TemporaryDirectory(prefix="labkit-answer-") as folder, examiner() as examined:
         examined.draw(module, trial, nproc, Path(folder), settings)

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib import resources
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -269,9 +268,9 @@ def starter(name: str) -> Path:
     given = exercise(name).given
     if not given:
         raise LookupError(f"the exercise {name} starts from no file; its lab has the code to begin with")
-    path, folder = Path(given), resources.files(_module(_topic(name)).rpartition(".")[0])
+    path, module = Path(given), importlib.import_module(_module(_topic(name)))
     with suppress(FileExistsError), path.open("xb") as file:
-        file.write((folder / given).read_bytes())
+        file.write(Path(inspect.getfile(module)).with_name(given).read_bytes())
     return path
 
 
