@@ -6,15 +6,15 @@ A lab asks, draws, runs and compares with public names only; where it says *Pred
 with the run that follows, if the run measures it. `course/pictures/` are pure functions to a plotly figure, one topic
 per module; most draw a rule or a formula and say so (`course/pictures/pipeline.py` simulates pipelines,
 `course/pictures/data_parallel.py` buckets, `analysis/theory/collectives.py` the messages of collectives), and
-`pipeline.measured` and `mesh.by_axis` draw a run. `course/exercises/` has a table of exercises per lab: each has a
-check, which says what is right or wrong, and the teacher's solution; the package keeps the learner's record next to the
-run folders, and reads from those how near the learner's predictions were. The task of some exercises is drawn for each
-learner (`drawn`), from a number that is kept there as well. Where an answer is code that trains (`judged`),
-`course/build/` runs its source on CPU ranks, as an ordinary run, in which `course/build/ranks/` records communication,
-operations, waits and live memory with a dispatch mode of torch; an examiner, in a process of its own, draws the inputs
-and compares the results.
-`course/build/criteria.py` judges these records, `course/build/grade.py` a folder of submissions,
-`course/build/solutions/` has the reference solutions, and most wrong answers of the tests are mutations of them.
+`pipeline.measured` and `mesh.by_axis` draw a run. `course/exercises/` has the exercises: each has a check, which says
+what is right or wrong, and the teacher's solution; the package keeps the learner's record next to the run folders, and
+reads from those how near the learner's predictions were. The task of some exercises is drawn for each learner
+(`drawn`), from a number that is kept there as well. Where an answer is code that trains (`judged`), all that belongs to
+a lab's exercises is in one folder of `course/build/`, with the reference solutions, of which most wrong answers of the
+tests are mutations. The source of such an answer runs on CPU ranks, as an ordinary run, in which `course/build/ranks/`
+records communication, operations, waits and live memory with a dispatch mode of torch; an examiner, in a process of its
+own, draws the inputs and compares the results. `course/build/criteria.py` judges these records, `course/build/grade.py`
+a folder of submissions.
 `course/claims/` is the table of common claims: a claim is a sentence, a function that judges it, and the jobs it needs,
 which `course/claims/measured.py` runs in alternation; `course/claims/in_torch.py` has the experiments with torch, which
 run in a separate process. `course/classroom/` reads what the learners of a class have left, for the teacher.

@@ -79,5 +79,5 @@ and a test compares them with the trace. `figures/advice.py` displays the result
 `prediction/scale/published.csv.gz` has published runs on real GPUs, verbatim. `prediction/scale/atlas.py` reads them as
 a `Training`, a `Layout` and what was measured, selects some of them, ranks the layouts of a case, and finds those that
 are near a layout (`evidence`); `figures/atlas.py` displays them. Advice, the exercises of
-`course/exercises/published.py` and the claims of `course/claims/computed.py` use it.
+`course/exercises/layouts.py` and the claims of `course/claims/computed.py` use it.
 """

@@ -78,7 +78,7 @@ def test_the_ranks_of_a_draw_are_found_by_every_right_fit_and_by_no_mistake(seed
     [
         ("noise", lambda steps: steps[0][0][1], "must be a number of samples"),
         ("noise", lambda steps: float("nan"), "the true noise scale is"),
-        ("ranks", lambda *given: "many", "must be a number of ranks"),
+        ("ranks", lambda *given: "many", "must return a number of ranks"),
         ("ranks", lambda *given: 0.5, "compare ranks × steps"),
     ],
 )

@@ -8,10 +8,9 @@ from answers import capstone
 
 from labkit import check, starter
 from labkit.course.build import criteria
-from labkit.course.build.given import mesh_training
-from labkit.course.build.ranks import mesh
-from labkit.course.build.ranks.expected import CLOSE, hint
-from labkit.course.build.record import Event, Record
+from labkit.course.build.capstone import mesh_training
+from labkit.course.build.capstone import trial as mesh
+from labkit.course.build.record import CLOSE, Event, Record, hint
 from labkit.course.exercises import Wrong
 
 MESH = {"data": 2, "pipeline": 2, "tensor": 2}

@@ -10,8 +10,8 @@ from answers import inference
 from answers.inference import served
 
 from labkit import check
+from labkit.course.build.inference import exercises
 from labkit.course.exercises import Wrong
-from labkit.course.exercises import inference as exercises
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -51,7 +51,7 @@ MISTAKES = [
     (changed(2, lambda right, model, gpu, tp: right + 2), "what the weights leave"),
     (changed(3, lambda right, model, gpu, tp: 2 * right if right < math.inf else right), "2 operations for each"),
     (changed(3, lambda right, model, gpu, tp: 1e9 if right == math.inf else right), "no batch is large enough"),
-    (lambda *case: served(*case)[:3], "expected four numbers"),
+    (lambda *case: served(*case)[:3], "must return 4 numbers"),
 ]
 
 
@@ -59,7 +59,7 @@ MISTAKES = [
 def test_a_wrong_number_is_explained_in_every_draw(answer, words):
     for _ in range(40):
         with pytest.raises(Wrong) as wrong:
-            exercises.EXERCISES["memory"].check(answer)
+            exercises.EXERCISES["inference.memory"].check(answer)
         assert words in str(wrong.value)
 
 
@@ -70,4 +70,4 @@ def test_right_numbers_are_right_in_every_draw():
         assert bounds[0] < math.inf == bounds[1]
         assert cases[2][0]["kv_heads"] < cases[2][2] and exercises.served(*cases[3])[2] == 0
         for answer in (served, changed(3, lambda right, *_: math.ceil(right) if right < math.inf else right)):
-            assert exercises.EXERCISES["memory"].check(answer)
+            assert exercises.EXERCISES["inference.memory"].check(answer)

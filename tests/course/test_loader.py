@@ -9,8 +9,9 @@ from answers import loaders
 from simulated_loader import observed
 
 from labkit import check
-from labkit.course.build import loader, shards
-from labkit.course.build.solutions.loader import Loader
+from labkit.course.build.input_pipeline import exercises as loader
+from labkit.course.build.input_pipeline import task as shards
+from labkit.course.build.input_pipeline.solution import Loader
 from labkit.course.exercises import Wrong
 
 

@@ -13,7 +13,7 @@ from labkit.analysis.theory.failures import (
     first_order_interval,
     goodput,
 )
-from labkit.course.pictures.failures import intervals, recovery
+from labkit.course.pictures.launching import intervals, recovery
 
 
 def simulated(interval, saving, restart, between, intervals=20_000):

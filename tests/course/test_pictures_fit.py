@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from labkit.course import pictures
-from labkit.course.pictures import fit
-from labkit.course.pictures.fit import RECIPES, states
+from labkit.course.pictures import sharding
+from labkit.course.pictures.sharding import RECIPES, states
 
 
 def test_a_topic_of_the_pictures_is_imported_lazily():
-    assert pictures.fit is fit
+    assert pictures.sharding is sharding
 
 
 def test_every_recipe_adds_up_to_sixteen_bytes():

@@ -16,8 +16,8 @@ from answers.precision import fsdp2
 from labkit import check, starter
 from labkit.analysis.foreign import opening
 from labkit.analysis.foreign.reading import plain_pickle
-from labkit.course.build.ranks import precision as trials
-from labkit.course.build.solutions import precision as solutions
+from labkit.course.build.precision import solution as solutions
+from labkit.course.build.precision import trial as trials
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,7 +95,7 @@ def test_no_shortcut_finds_the_best_choice_of_any_draw():
         (lambda *case: (fsdp2(*case)[0], fsdp2(*case[:4], True)[1]), "only if they were freed after forward"),
         (lambda *case: (fsdp2(*case)[0], fsdp2(*case[:3], case[2], case[4])[1]), "the gradients are sent in reduce"),
         (lambda *case: (fsdp2(*case)[0], fsdp2(*case)[1] * case[1] / (case[1] - 1)), "a ring sends (n − 1) / n"),
-        (lambda *case: fsdp2(*case)[0], "expected two numbers of bytes"),
+        (lambda *case: fsdp2(*case)[0], "must return 2 numbers"),
     ],
 )
 def test_wrong_bytes_are_explained(answer, words):

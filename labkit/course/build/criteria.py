@@ -117,12 +117,12 @@ def _code(value: Any) -> CodeType:
 
 def _global_names(code: CodeType) -> set[str]:
     """The names that a piece of code, or a function in it, looks up outside of itself."""
-    found = {
+    names = {
         instruction.argval
         for instruction in dis.get_instructions(code)
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     }
-    return found.union(*(_global_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)))
+    return names.union(*(_global_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)))
 
 
 def written_script(answer: Any, name: str, example: str) -> Answer:
@@ -162,10 +162,10 @@ def _is_dots(node: ast.FunctionDef | ast.Call) -> bool:
     return not body and any(part.value.value is ... for part in dots if isinstance(part.value, ast.Constant))
 
 
-def solution(module: str, *names: str) -> str:
-    """The reference solution for teachers (markdown): these definitions of `solutions/<module>.py`, after the imports
-    and constants that they use."""
-    text = (Path(__file__).parent / "solutions" / f"{module}.py").read_text(encoding="utf-8")
+def solution(exercises: str, *names: str) -> str:
+    """The reference solution for teachers (markdown): these definitions of `solution.py`, next to the file `exercises`,
+    after the imports and constants that they use."""
+    text = Path(exercises).with_name("solution.py").read_text(encoding="utf-8")
     nodes = ast.parse(text).body
     chosen = [node for node in nodes if getattr(node, "name", None) in names]
     used = {part.id for node in chosen for part in ast.walk(node) if isinstance(part, ast.Name)}
@@ -250,8 +250,9 @@ def script_of(module: str, trial: str, answer: Any, nproc: int) -> str:
 
 
 def records_of(module: str, trial: str, answer: Any, nproc: int, **settings: Any) -> list[Record | None]:
-    """What each rank recorded, and what was expected of it; None for a rank that wrote nothing. All processes have
-    ended when it returns. `settings` are those of a task that is drawn for each learner, as plain values."""
+    """What each rank recorded in a `trial` of a `module` below `labkit.course.build`, and what was expected of it; None
+    for a rank that wrote nothing. All processes have ended when it returns. `settings` are those of a task that is
+    drawn for each learner, as plain values."""
     text = script_of(module, trial, answer, nproc)
     with tempfile.TemporaryDirectory(prefix="labkit-answer-") as folder, examiner() as examined:
         examined.draw(module, trial, nproc, Path(folder), settings)
@@ -518,6 +519,23 @@ def overlap(records: Sequence[Record], fraction: float) -> float:
     return least
 
 
+def crossed(got: float, least: float, most: float, words: Callable[[float], str]) -> str:
+    """`at least 3 MB` or `at most 4 MB`: the bound that a figure crosses by more than `SLACK`; empty if none."""
+    if least * (1 - SLACK) <= got <= most * (1 + SLACK):
+        return ""
+    return f"at least {words(least)}" if got < least else f"at most {words(most)}"
+
+
+def most_memory(records: Sequence[Record], moment: str) -> float:
+    """The most bytes of tensors that any rank has at a moment of any step."""
+    return max(count for record in records for count in record.memory[moment])
+
+
+def sent_in_words(record: Record, step: int = 0) -> str:
+    """`a rank sends 3 MB per step, by 4 × all_reduce`."""
+    return f"a rank sends {size(record.sent(step))} per step, by {calls_in_words(record, step)}"
+
+
 def calls_in_words(record: Record, step: int) -> str:
     """`4 × all_reduce, 1 × broadcast`; `nothing` without communication."""
     names = [event.op for event in record.of_step(step) if event.op not in (COMPUTE, WAIT) and event.sent]
@@ -529,12 +547,11 @@ def sent_between(records: Sequence[Record], least: Bytes, most: Bytes, why: str)
     number consists of."""
     for record in records:
         for step in record.steps():
-            got, low, high = record.sent(step), least(record), most(record)
-            if not (1 - SLACK) * low <= got <= (1 + SLACK) * high:
-                bound = f"at least {size(low)}" if got < low else f"at most {size(high)} ({why})"
+            bound = crossed(record.sent(step), least(record), most(record), size)
+            if bound:
                 raise Wrong(
-                    f"bytes sent: in step {step}, rank {record.rank} sends {size(got)}, expected {bound}; it calls"
-                    f" {calls_in_words(record, step)}"
+                    f"bytes sent: in step {step}, rank {record.rank} sends {size(record.sent(step))}, expected {bound}"
+                    f"{f' ({why})' if why else ''}; it calls {calls_in_words(record, step)}"
                 )
         _no_zeros(record, 0)
 
@@ -575,9 +592,9 @@ def sent_along(
     mesh; `why` says what these consist of."""
     for record in records:
         for step in record.steps():
-            got, low, high = sent_in(record, step, mesh, axis), least(record), most(record)
-            if not (1 - SLACK) * low <= got <= (1 + SLACK) * high:
-                bound = f"at least {size(low)}" if got < low else f"at most {size(high)}"
+            got = sent_in(record, step, mesh, axis)
+            bound = crossed(got, least(record), most(record), size)
+            if bound:
                 raise Wrong(
                     f"bytes sent: in step {step}, rank {record.rank} sends {size(got)} along the {axis} axis, expected"
                     f" {bound} ({why})"
@@ -608,9 +625,9 @@ def computed(
     named = " and ".join(phases)
     for record in records:
         for step in record.steps():
-            made, low, high = record.flops(step, *phases), least(record), most(record)
-            if not low * (1 - SLACK) <= made <= high * (1 + SLACK):
-                bound = f"at least {low:,.0f}" if made < low else f"at most {high:,.0f}"
+            made = record.flops(step, *phases)
+            bound = crossed(made, least(record), most(record), "{:,.0f}".format)
+            if bound:
                 raise Wrong(
                     f"computation: in {named} of step {step}, the matrix products of rank {record.rank} take {made:,}"
                     f" operations, expected {bound} ({why})"

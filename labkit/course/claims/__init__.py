@@ -9,7 +9,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 from labkit.common.arguments import ROUNDS, check_flag, check_type, shown
-from labkit.course.claims import computed, guides, measured
+from labkit.course.claims import computed, measured
 from labkit.course.claims.measured import Claim, Trials, Verdict, Verdicts
 from labkit.runs.notebook import in_notebook
 from labkit.setup.machine import Machine
@@ -132,55 +132,58 @@ CLAIMS: dict[str, Claim] = {
             "asked",
             computed.to_other_dimension,
         ),
-        Claim("cpu-average", "DDP averages gradients on the CPU", "asked", guides.gradients_on_cpu),
+        Claim("cpu-average", "DDP averages gradients on the CPU", "asked", computed.gradients_on_cpu),
         Claim(
             "dp-copies",
             "DataParallel copies the model between CPU and GPUs in every step",
             "documented",
-            guides.dp_copies,
+            computed.dp_copies,
         ),
         Claim(
             "devices",
             "One DDP process can use several GPUs with device_ids=[0, 1]",
             "asked",
-            guides.devices_per_process,
+            computed.devices_per_process,
         ),
-        Claim("colab", "Colab has neither NCCL nor torchrun", "documented", guides.colab),
+        Claim("colab", "Colab has neither NCCL nor torchrun", "documented", computed.colab),
         Claim(
             "rank-0-accuracy",
             "The training accuracy that rank 0 prints is that of the job",
             "computed",
-            guides.accuracy_of_rank_0,
+            computed.accuracy_of_rank_0,
         ),
         Claim(
             "sum",
             "Summing gradients instead of averaging them scales the update with the number of GPUs",
             "asked",
-            guides.summed_gradients,
+            computed.summed_gradients,
         ),
         Claim(
-            "wrap-1m", "FSDP with min_num_params=1M shards the MNIST CNN layer by layer", "asked", guides.wrap_by_size
+            "wrap-1m", "FSDP with min_num_params=1M shards the MNIST CNN layer by layer", "asked", computed.wrap_by_size
         ),
         Claim(
-            "set-device", "torch.cuda.set_device is not needed if DDP gets device_ids", "documented", guides.set_device
+            "set-device",
+            "torch.cuda.set_device is not needed if DDP gets device_ids",
+            "documented",
+            computed.set_device,
         ),
         Claim(
             "rank-0-download",
             "Rank 0 downloads the data, the others wait in a barrier, and then all can read them",
             "argued",
-            guides.rank_0_downloads,
+            computed.rank_0_downloads,
         ),
         Claim(
             "optimizer-order",
             "The optimizer must be created after the model is wrapped",
             "asked",
-            guides.optimizer_after_wrapping,
+            computed.optimizer_after_wrapping,
         ),
         Claim(
             "evaluate-module",
             "Evaluate with model.module, not with the DDP wrapper",
             "asked",
-            guides.evaluation_without_wrapper,
+            computed.evaluation_without_wrapper,
         ),
     )
 }

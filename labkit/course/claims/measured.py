@@ -359,8 +359,8 @@ def _scaling(trials: Trials, claimed_of: Mapping[str, float]) -> Ruling:
     figures = {f"{job} / single": trials.ratios(job, "single") for job in claimed_of}
     parts = []
     for (job, claimed), ratios in zip(claimed_of.items(), figures.values()):
-        found = f"{_times(ratios)} one device{_spread(ratios)}" if ratios else f"not measured, {trials.why([job])}"
-        parts.append(f"{found}, claimed {claimed:g}")
+        times = f"{_times(ratios)} one device{_spread(ratios)}" if ratios else f"not measured, {trials.why([job])}"
+        parts.append(f"{times}, claimed {claimed:g}")
     words = "; ".join(f"on {JOBS[job].nproc}: {part}" for job, part in zip(claimed_of, parts))
     if trials.device == "cpu" or not all(figures.values()):
         kind = "CPU ranks" if trials.device == "cpu" else "GPUs"

@@ -271,8 +271,8 @@ class Learner:
             archive = _newest_zip(self._root, self._path)
         if archive is None:
             raise Damaged("nothing of the lab is here yet")
-        found = archive.lstat()
-        stamp = archive, found.st_mtime_ns, found.st_size
+        status = archive.lstat()
+        stamp = archive, status.st_mtime_ns, status.st_size
         if stamp != self._stamp:
             self._files, self._stamp = InZip(archive), stamp
             self._runs.clear()
@@ -300,13 +300,13 @@ class Learner:
                 self._runs[name] = times, _ran(spent, name), ""
             except Damaged as damage:
                 self._runs[name] = times, None, str(damage)
-        found = [self._runs[name] for name in names if name in self._runs]
-        damaged = [trouble for _, _, trouble in found if trouble]
+        known_runs = [self._runs[name] for name in names if name in self._runs]
+        damaged = [trouble for _, _, trouble in known_runs if trouble]
         notes = [self._book[2]] if self._book[2] else []
         notes += [f"{counted(len(damaged), 'run')} cannot be read, the newest because {damaged[-1]}"] if damaged else []
         notes += [f"of the runs, the newest {RUNS:,} are read"] if left_out else []
-        known_runs = tuple(run for _, run, _ in found if run is not None)
-        self.record = Record(self._book[1], self._book[0] if self._book[1] else None, known_runs, tuple(notes))
+        runs_read = tuple(run for _, run, _ in known_runs if run is not None)
+        self.record = Record(self._book[1], self._book[0] if self._book[1] else None, runs_read, tuple(notes))
 
     def _read_book(self, files: Files) -> None:
         changed = files.changed(BOOK)
@@ -348,13 +348,13 @@ def _has_runs(place: Path) -> bool:
 
 def _newest_zip(root: Path, path: Path) -> Path | None:
     """The newest zip directly in a folder, as an LMS puts what was handed in; None if there is none."""
-    found = []
+    zips = []
     for name in names_below(root, path):
         if name.lower().endswith(".zip"):
             status = os.lstat(path / name)
             if stat.S_ISREG(status.st_mode):
-                found.append((status.st_mtime, path / name))
-    return max(found)[1] if found else None
+                zips.append((status.st_mtime, path / name))
+    return max(zips)[1] if zips else None
 
 
 # ---- reading the documents of a run
@@ -363,11 +363,7 @@ def _newest_zip(root: Path, path: Path) -> Path | None:
 @cache
 def known_exercises() -> Mapping[str, tuple[str, str]]:
     """By name of an exercise: its lab and its title."""
-    return {
-        f"{topic}.{short}": (lab, exercise.title)
-        for topic, lab in LABS.items()
-        for short, exercise in exercises(topic).items()
-    }
+    return {name: (lab, exercise.title) for topic, lab in LABS.items() for name, exercise in exercises(topic).items()}
 
 
 def _document(files: Files, path: str, kind: Any) -> Any:
@@ -475,7 +471,7 @@ def take_in(folder: Path, name: str, content: bytes) -> None:
 def handed_in(place: Path) -> tuple[dict[str, bytes], float | None]:
     """The files that a class is read from, by their path in a zip, and when an exercise was checked last: the record of
     the exercises, and the documents of the newest runs, up to 16 MiB. Files that cannot be read are left out."""
-    files, found = _Spent(InFolder(place, place)), {}
+    files, contents = _Spent(InFolder(place, place)), {}
     paths = [BOOK]
     for name in reversed(files.runs()[-RUNS:]):
         if files.changed(f"{name}/status.json") is not None:
@@ -484,5 +480,5 @@ def handed_in(place: Path) -> tuple[dict[str, bytes], float | None]:
         if files.bytes >= _BYTES_AT_ONCE - _MOST:
             break
         with suppress(FileNotFoundError, Damaged):
-            found[path] = files.read(path)
-    return found, files.changed(BOOK)
+            contents[path] = files.read(path)
+    return contents, files.changed(BOOK)

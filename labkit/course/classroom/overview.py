@@ -176,12 +176,12 @@ class Class:
 
     def read(self) -> Overview:
         """Refreshes until everything is read, or so much of it that the rest is not worth waiting for."""
-        found = self.refresh()
+        overview = self.refresh()
         for _ in range(_ROUNDS):
             if self.complete:
                 break
-            found = self.refresh()
-        return found
+            overview = self.refresh()
+        return overview
 
     def refresh(self) -> Overview:
         """Reads what has changed. Raises `ValueError` if the folder is gone or a file of grades was named and cannot be
@@ -253,15 +253,15 @@ def grades_of(folder: Path) -> Path:
 def graded(text: str) -> dict[str, set[str]]:
     """By learner, the exercises that `labkit grade` found right. A submission belongs to the learner whose name its
     folder has, or else the file itself. Raises `ValueError` for another table."""
-    found: dict[str, set[str]] = defaultdict(set)
+    right: dict[str, set[str]] = defaultdict(set)
     rows = csv.DictReader(io.StringIO(text))
     if not {"name", "exercise", "verdict"} <= set(rows.fieldnames or ()):
         raise ValueError("it has other columns")
     for row in rows:
         path = PurePosixPath(row["name"] or "-")
         learner = path.parts[0] if len(path.parts) > 1 else path.stem
-        found[learner] |= {row["exercise"]} if row["verdict"] == "right" else set()
-    return dict(found)
+        right[learner] |= {row["exercise"]} if row["verdict"] == "right" else set()
+    return dict(right)
 
 
 def _free_number(name: str, taken: set[int]) -> int:
@@ -446,10 +446,10 @@ def section_of(lab: str, call: str, name: str) -> tuple[str, ...]:
         lines = (CLONE / "labs" / f"{lab}.py").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ()
-    found, heading = [], ""
+    headings, heading = [], ""
     for line in lines:
         if line.startswith("# ## "):
             heading = line[5:].strip()
-        elif re.search(rf'\b{call}\("{re.escape(name)}"', line) and heading not in found:
-            found.append(heading)
-    return tuple(found)
+        elif re.search(rf'\b{call}\("{re.escape(name)}"', line) and heading not in headings:
+            headings.append(heading)
+    return tuple(headings)

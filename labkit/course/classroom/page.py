@@ -22,26 +22,26 @@ def style() -> str:
     return f"<style>{(Path(__file__).parent / 'class.css').read_text(encoding='utf-8')}</style>"
 
 
-def title(found: Overview) -> str:
+def title(overview: Overview) -> str:
     """`Class of autumn: 20 learners`."""
-    return f"Class{' of ' + found.folder if found.folder else ''}: {counted(len(found.rows), 'learner')}"
+    return f"Class{' of ' + overview.folder if overview.folder else ''}: {counted(len(overview.rows), 'learner')}"
 
 
-def about(found: Overview) -> str:
+def about(overview: Overview) -> str:
     """When the class was read, and what is missing."""
-    when = time.strftime("%d %B %Y, %H:%M:%S", time.localtime(found.at)).lstrip("0")
-    return " · ".join((f"read on {when}", *found.notes))
+    when = time.strftime("%d %B %Y, %H:%M:%S", time.localtime(overview.at)).lstrip("0")
+    return " · ".join((f"read on {when}", *overview.notes))
 
 
-def fragment(found: Overview, most: int | None = None) -> str:
+def fragment(overview: Overview, most: int | None = None) -> str:
     """The whole class; with `most`, as many exercises and guesses as fit on one screen."""
-    if not found.rows:
+    if not overview.rows:
         return f'<div class="labkit-class"><p>{EMPTY}</p></div>'
-    asked = [entry for entry in found.asked if entry.wrong][:most]
-    guesses = sorted(found.guesses, key=lambda group: -group.count)[:most] if most else found.guesses
+    asked = [entry for entry in overview.asked if entry.wrong][:most]
+    guesses = sorted(overview.guesses, key=lambda group: -group.count)[:most] if most else overview.guesses
     sections = (
-        _section("Hands up", _hands(found), "hands"),
-        _section("Learners", _learners(found), "learners"),
+        _section("Hands up", _hands(overview), "hands"),
+        _section("Learners", _learners(overview), "learners"),
         _section("What most got wrong", _asked(asked), "asked"),
         _section("Guesses against the measured value", _guesses(guesses), "guesses"),
     )
@@ -55,10 +55,11 @@ def _section(heading: str, inner: str, name: str) -> str:
 # ---- hands up
 
 
-def _hands(found: Overview) -> str:
-    minutes = counted(int(found.minutes), "minute") if found.minutes >= 1 else f"{60 * found.minutes:.0f} seconds"
-    cards = "".join(_hand(hand, found.at) for hand in found.hands)
-    return f"<ul>{cards}</ul>" if cards else f"<p>{NO_HANDS.format(minutes)}</p>"
+def _hands(overview: Overview) -> str:
+    minutes = overview.minutes
+    since = counted(int(minutes), "minute") if minutes >= 1 else f"{60 * minutes:.0f} seconds"
+    cards = "".join(_hand(hand, overview.at) for hand in overview.hands)
+    return f"<ul>{cards}</ul>" if cards else f"<p>{NO_HANDS.format(since)}</p>"
 
 
 def _hand(hand: Hand, now: float) -> str:
@@ -84,13 +85,13 @@ def ago(when: float | None, now: float) -> str:
 # ---- tables
 
 
-def cells(row: Row, found: Overview) -> tuple[str, ...]:
+def cells(row: Row, overview: Overview) -> tuple[str, ...]:
     """The cells of a learner below `HEADS`."""
     if row.trouble and not (row.attempts or row.run):
         return (row.learner, *["–"] * (len(HEADS) - 2), row.trouble)
     run = f"{row.run}: {row.state}" if row.run else ""
-    figures = (f"{row.done} of {row.begun}", f"{row.passed}/{found.exercises}", str(row.attempts), row.grade or "–")
-    return (row.learner, *figures, ago(row.active, found.at), "; ".join(filter(None, (run, row.trouble))) or "–")
+    figures = (f"{row.done} of {row.begun}", f"{row.passed}/{overview.exercises}", str(row.attempts), row.grade or "–")
+    return (row.learner, *figures, ago(row.active, overview.at), "; ".join(filter(None, (run, row.trouble))) or "–")
 
 
 def asked_cells(entry: Asked) -> tuple[str, ...]:
@@ -100,11 +101,11 @@ def asked_cells(entry: Asked) -> tuple[str, ...]:
     return (entry.what, place, f"{entry.wrong} of {entry.tried}", attempts)
 
 
-def _learners(found: Overview) -> str:
+def _learners(overview: Overview) -> str:
     rows = []
-    for row in found.rows:
+    for row in overview.rows:
         kind = "trouble" if row.trouble else row.state
-        rows.append((f' class="is-{kind}"' if kind else "", cells(row, found)))
+        rows.append((f' class="is-{kind}"' if kind else "", cells(row, overview)))
     return _table(HEADS, rows)
 
 

@@ -1,8 +1,10 @@
 """Self-grading exercises: `check("ddp.steps", answer)` says what is right or wrong; `my_progress()` lists the results,
 and how near the learner's predictions were.
 
-Each topic is a module of this package with `EXERCISES`, a table of exercises by name. The lessons contain no answers.
-The solution for teachers (`key`) goes into the handout that is made with `--teacher`.
+An exercise is called `topic.name`. The exercises of a lab have one topic, and `_PLACES` says which module has them in
+its table `EXERCISES`: one of this package, in which labs of one subject follow each other, or, if answers run on ranks,
+the one in the topic's folder of `course/build/`. The lessons contain no answers. The solution for teachers (`key`) goes
+into the handout that is made with `--teacher`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import os
 import random
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,34 +35,35 @@ from labkit.record.events import Count, Recorded, parse
 from labkit.record.files import NotPlain, read_below
 from labkit.record.folder import RunFolder, runs_root
 
-LABS = {
-    "start": "00_start_here",
-    "collectives": "01_collectives",
-    "data_parallel": "02_data_parallel",
-    "ddp": "03_ddp",
-    "zero": "04_zero",
-    "fsdp": "05_fsdp",
-    "tensor_parallel": "06_tensor_parallel",
-    "pipeline_parallel": "07_pipeline_parallel",
-    "combine": "08_combine",
-    "input_pipeline": "09_input_pipeline",
-    "failover": "10_failover",
-    "choose": "11_choose",
-    "troubleshooting": "12_troubleshooting",
-    "build_data_parallel": "13_build_ddp_and_zero",
-    "build_model_parallel": "14_build_model_parallel",
-    "mixture_of_experts": "15_mixture_of_experts",
-    "long_context": "16_long_context",
-    "capstone": "17_capstone",
-    "one_device": "18_one_device",
-    "clusters": "19_clusters",
-    "profiles": "20_profiles",
-    "dtensor": "21_dtensor",
-    "precision": "22_precision_and_memory",
-    "without_restart": "23_without_restart",
-    "batch_size": "24_batch_size",
-    "inference": "25_inference_and_rl",
+_PLACES = {  # by topic its lab, and the module with its exercises
+    "start": ("00_start_here", "exercises.data_parallel"),
+    "collectives": ("01_collectives", "exercises.collectives"),
+    "data_parallel": ("02_data_parallel", "exercises.data_parallel"),
+    "ddp": ("03_ddp", "exercises.data_parallel"),
+    "zero": ("04_zero", "exercises.data_parallel"),
+    "fsdp": ("05_fsdp", "exercises.data_parallel"),
+    "tensor_parallel": ("06_tensor_parallel", "exercises.model_parallel"),
+    "pipeline_parallel": ("07_pipeline_parallel", "exercises.model_parallel"),
+    "combine": ("08_combine", "exercises.model_parallel"),
+    "input_pipeline": ("09_input_pipeline", "build.input_pipeline.exercises"),
+    "failover": ("10_failover", "exercises.failures"),
+    "choose": ("11_choose", "exercises.layouts"),
+    "troubleshooting": ("12_troubleshooting", "exercises.failures"),
+    "build_data_parallel": ("13_build_ddp_and_zero", "build.build_data_parallel.exercises"),
+    "build_model_parallel": ("14_build_model_parallel", "build.build_model_parallel.exercises"),
+    "mixture_of_experts": ("15_mixture_of_experts", "exercises.model_parallel"),
+    "long_context": ("16_long_context", "exercises.model_parallel"),
+    "capstone": ("17_capstone", "build.capstone.exercises"),
+    "one_device": ("18_one_device", "exercises.one_device"),
+    "clusters": ("19_clusters", "exercises.layouts"),
+    "profiles": ("20_profiles", "build.profiles.exercises"),
+    "dtensor": ("21_dtensor", "build.dtensor.exercises"),
+    "precision": ("22_precision_and_memory", "build.precision.exercises"),
+    "without_restart": ("23_without_restart", "build.without_restart.exercises"),
+    "batch_size": ("24_batch_size", "exercises.batch_size"),
+    "inference": ("25_inference_and_rl", "build.inference.exercises"),
 }
+LABS = {topic: lab for topic, (lab, _) in _PLACES.items()}
 
 
 class Wrong(Exception):
@@ -79,27 +82,32 @@ def require_function(answer: Any, what: str) -> None:
 
 def require_number(answer: Any, what: str) -> None:
     """Raises `Wrong` unless the answer is a number; `what` completes "the answer must be a number …"."""
-    if isinstance(answer, bool) or not isinstance(answer, (int, float)):
+    if not _is_number(answer):
         raise Wrong(f"the answer must be a number {what}, got {answer!r}")
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A question whose answer is a number: the `task` in words, and the numbers of mistakes, with words."""
+class Question:
+    """A question whose answer is a number (`what`: of what): the `task` in words, the numbers of `mistakes`, with
+    words, the `hint` for any other number, and `why` the right one is right."""
 
     task: str
     right: float
     mistakes: tuple[tuple[float, str], ...]
+    what: str
+    hint: str
+    why: str
 
     def told_apart(self) -> bool:
         """Whether no mistake has a number that counts as right."""
         return not any(self.is_near(self.right, number) for number, _ in self.mistakes)
 
-    def judge(self, answer: Any, what: str, otherwise: str) -> None:
-        """Raises `Wrong` unless the answer is right, up to 1 %; `otherwise` is the hint for no known mistake."""
-        require_number(answer, what)
+    def judge(self, answer: Any) -> str:
+        """Why the answer is right, up to 1 %; raises `Wrong`."""
+        require_number(answer, self.what)
         if not self.is_near(answer, self.right):
-            raise Wrong(next((words for number, words in self.mistakes if self.is_near(answer, number)), otherwise))
+            raise Wrong(next((words for number, words in self.mistakes if self.is_near(answer, number)), self.hint))
+        return self.why
 
     @staticmethod
     def is_near(number: float, other: float) -> bool:
@@ -107,7 +115,7 @@ class Drawn:
         return number == other if isinstance(other, int) else math.isclose(number, other, rel_tol=0.01)
 
 
-def draw_number(name: str, draw: Callable[[random.Random], Drawn]) -> Drawn:
+def draw_number(name: str, draw: Callable[[random.Random], Question]) -> Question:
     """What `draw` draws for this learner and the exercise called `name`; again until its mistakes are told apart."""
     source = drawn(name)
     while not (question := draw(source)).told_apart():
@@ -123,11 +131,36 @@ def result_of(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
         raise Wrong(f"{call} raised {type(error).__name__}: {error}") from None
 
 
+def number_of(call: str, what: str, function: Callable[..., Any], *arguments: Any) -> float:
+    """As `result_of`, of a function that must return a number; `what` completes "a number …"."""
+    given = result_of(call, function, *arguments)
+    if not _is_number(given):
+        raise Wrong(f"{call} must return a number {what}, got {given!r:.80}")
+    return float(given)
+
+
+def numbers_of(call: str, names: Sequence[str], function: Callable[..., Any], *arguments: Any) -> list[float]:
+    """As `result_of`, of a function that must return a number for each of `names`."""
+    given = result_of(call, function, *arguments)
+    if not isinstance(given, (tuple, list)) or len(given) != len(names) or not all(map(_is_number, given)):
+        raise Wrong(f"{call} must return {len(names)} numbers ({', '.join(names)}), got {given!r:.80}")
+    return list(given)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def explained(number: float, mistakes: Iterable[tuple[float, str]], otherwise: str, near: float = 1e-6) -> str:
+    """The words of the first of `mistakes` that leads to this number, up to a relative difference; or `otherwise`."""
+    return next((words for wrong, words in mistakes if math.isclose(number, wrong, rel_tol=near)), otherwise)
+
+
 @dataclass(frozen=True)
 class Exercise:
     """An exercise. `check(answer)` returns why the answer is right, or raises `Wrong`; `key` is the solution
-    (markdown), and `given` the file to start from, in `course/build/given/`. `task` says what is drawn for
-    this learner, if anything is: the verdict on an empty answer shows it. `runs` is what of an answer runs in processes
+    (markdown), and `given` the file to start from, in the folder of this module. `task` says what is drawn for this
+    learner, if anything is: the verdict on an empty answer shows it. `runs` is what of an answer runs in processes
     of its own, if anything does: its code, or a script whose name it is. Such answers `labkit grade` judges as well."""
 
     title: str
@@ -136,6 +169,16 @@ class Exercise:
     given: str = ""
     task: Callable[[], str] | None = None
     runs: Literal["", "code", "script"] = ""
+
+
+def drawn_exercise(name: str, title: str, draw: Callable[[random.Random], Question], key: str) -> Exercise:
+    """The exercise called `name` whose question is drawn for each learner."""
+    return Exercise(
+        title,
+        lambda answer: draw_number(name, draw).judge(answer),
+        f"{key} The numbers differ between learners.",
+        task=lambda: draw_number(name, draw).task,
+    )
 
 
 @dataclass(frozen=True)
@@ -161,30 +204,37 @@ _MARKS = {"right": "✓ right", "wrong": "✗ not yet", "empty": "○ not answer
 def exercise(name: str) -> Exercise:
     """The exercise called `topic.name`; `LookupError` if there is none."""
     check_type("the name of an exercise", name, str, "a string such as 'ddp.steps'")
-    topic, _, short = name.partition(".")
+    topic = _topic(name)
     if topic not in LABS:
         raise LookupError(f"there is no exercise {shown(name)}; its topic must be one of {', '.join(LABS)}")
     table = exercises(topic)
-    if short not in table:
-        known = ", ".join(f"{topic}.{exercise}" for exercise in table)
-        raise LookupError(f"there is no exercise {shown(name)}; its name must be one of {known}")
-    return table[short]
+    if name not in table:
+        raise LookupError(f"there is no exercise {shown(name)}; its name must be one of {', '.join(table)}")
+    return table[name]
+
+
+def _topic(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def exercises(topic: str) -> dict[str, Exercise]:
     """The exercises of a topic, by name."""
-    return importlib.import_module(f"{__name__}.{topic}").EXERCISES
+    table: dict[str, Exercise] = importlib.import_module(_module(topic)).EXERCISES
+    return {name: exercise for name, exercise in table.items() if _topic(name) == topic}
+
+
+def _module(topic: str) -> str:
+    return f"labkit.course.{_PLACES[topic][1]}"
 
 
 def judged() -> dict[str, Exercise]:
     """By name, the exercises that `labkit grade` judges."""
-    all_of_them = ((f"{topic}.{short}", found) for topic in LABS for short, found in exercises(topic).items())
-    return {name: found for name, found in all_of_them if found.runs}
+    return {name: exercise for topic in LABS for name, exercise in exercises(topic).items() if exercise.runs}
 
 
 def judged_labs() -> str:
     """The numbers of the labs with such exercises: `9, 13 and 14`."""
-    *others, last = dict.fromkeys(str(int(LABS[name.partition(".")[0]][:2])) for name in judged())
+    *others, last = dict.fromkeys(str(int(LABS[_topic(name)][:2])) for name in judged())
     return f"{', '.join(others)} and {last}"
 
 
@@ -193,20 +243,20 @@ def check(name: str, answer: Any) -> Grade:
 
     Never raises because of an answer; raises `LookupError` if there is no such exercise.
     """
-    found = exercise(name)
+    asked = exercise(name)
     if is_empty(answer):
-        drawn = f". {found.task()}" if found.task else ""
-        return Grade(name, found.title, "empty", f"not answered yet: replace the three dots with your answer{drawn}")
+        task = f". {asked.task()}" if asked.task else ""
+        return Grade(name, asked.title, "empty", f"not answered yet: replace the three dots with your answer{task}")
     try:
-        state, words = "right", found.check(answer)
+        state, words = "right", asked.check(answer)
     except Unanswered as unanswered:
-        return Grade(name, found.title, "empty", str(unanswered))
+        return Grade(name, asked.title, "empty", str(unanswered))
     except Wrong as wrong:
         state, words = "wrong", str(wrong)
     except Exception as error:
         state, words = "wrong", f"this is not a valid answer: {type(error).__name__}: {error}"
     Book.here().note(name, state == "right")
-    return Grade(name, found.title, state, words)
+    return Grade(name, asked.title, state, words)
 
 
 def starter(name: str) -> Path:
@@ -218,9 +268,9 @@ def starter(name: str) -> Path:
     given = exercise(name).given
     if not given:
         raise LookupError(f"the exercise {name} starts from no file; its lab has the code to begin with")
-    path = Path(given)
+    path, module = Path(given), importlib.import_module(_module(_topic(name)))
     with suppress(FileExistsError), path.open("xb") as file:
-        file.write((Path(__file__).parents[1] / "build" / "given" / given).read_bytes())
+        file.write(Path(inspect.getfile(module)).with_name(given).read_bytes())
     return path
 
 
@@ -265,13 +315,12 @@ class Progress:
         book, labs = Book.here().read(), []
         for topic, lab in LABS.items():
             rows = []
-            for short, exercise in exercises(topic).items():
-                name = f"{topic}.{short}"
+            for name, exercise in exercises(topic).items():
                 noted = book.get(name, Noted(tries=0, done=False))
                 rows.append((name, exercise.title, noted.tries, noted.done))
             labs.append((lab, tuple(rows)))
-        found = scores(LABS.values())
-        return cls(tuple(labs), tuple((lab, found[lab]) for lab in (*LABS.values(), ELSEWHERE) if lab in found))
+        by_lab = scores(LABS.values())
+        return cls(tuple(labs), tuple((lab, by_lab[lab]) for lab in (*LABS.values(), ELSEWHERE) if lab in by_lab))
 
     @property
     def done(self) -> int:

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.theory.batch_size import fitted, noise_scale, steps
 from labkit.common.units import counted
-from labkit.course.exercises import Exercise, Wrong, drawn, require_function, require_number, result_of
+from labkit.course.exercises import (
+    Exercise,
+    Wrong,
+    drawn,
+    explained,
+    number_of,
+    require_function,
+    require_number,
+    result_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,9 +86,9 @@ def _estimates(
 
     total, ranks = sum(shares), len(shares)
     together = torch.stack(list(gradients))
-    each = together.square().sum(2)
+    by_rank = together.square().sum(2)
     mean = sum(share * gradient for share, gradient in zip(shares, gradients)) / total
-    small, large, unweighted = each.mean(0), mean.square().sum(1), together.mean(0).square().sum(1)
+    small, large, unweighted = by_rank.mean(0), mean.square().sum(1), together.mean(0).square().sum(1)
     harmonic, arithmetic = ranks / sum(1 / share for share in shares), total / ranks
 
     def parts(low: Tensor, high: Tensor, batch: float) -> tuple[Tensor, Tensor]:
@@ -90,9 +99,9 @@ def _estimates(
         return float(noisy.mean() / signal.mean())
 
     noisy, signal = parts(small, large, harmonic)
-    crossed = (together.sum(0).square().sum(1) - each.sum(0)) / (ranks * (ranks - 1))
+    crossed = (together.sum(0).square().sum(1) - by_rank.sum(0)) / (ranks * (ranks - 1))
     dots = crossed.mean()  # the mean product of two ranks' gradients is |G|² as well
-    pairs = torch.stack([share * (squares.mean() - dots) for share, squares in zip(shares, each)]).mean() / dots
+    pairs = torch.stack([share * (squares.mean() - dots) for share, squares in zip(shares, by_rank)]).mean() / dots
     mistakes = (
         (noisy / signal).mean(), "average tr Σ and |G|² over the steps first, and divide once: a ratio of two noisy"
         " numbers has no useful mean",
@@ -148,10 +157,9 @@ def _noise(answer: Any) -> str:
 
 
 def _why(given: float, case: Gradients) -> str:
-    for value, words in case.mistakes:
-        if math.isclose(given, value, rel_tol=_NAMED):
-            return words[0].upper() + words[1:]
-    return "Which two squared norms do you have, and how much of each is tr Σ, on average?"
+    otherwise = "which two squared norms do you have, and how much of each is tr Σ, on average?"
+    words = explained(given, case.mistakes, otherwise, _NAMED)
+    return words[0].upper() + words[1:]
 
 
 # ---- how many ranks pay off
@@ -270,8 +278,7 @@ def _ranks(answer: Any) -> str:
     said = []
     for case in draw_scalings(drawn("batch_size.ranks")):
         call = f"most_ranks(pairs, {case.batch}, {case.compute:.3f}, {case.transfer:.4f}, {case.limit:.2f})"
-        given = result_of(call, answer, *case.given)
-        require_number(given, f"of ranks, from {call}")
+        given = number_of(call, "of ranks", answer, *case.given)
         if not abs(given / case.best - 1) <= _NEAR:
             raise Wrong(f"{call} with pairs = {case.pairs} returned {given:g}: {_why_not(given, case)}")
         said.append(counted(case.best, "rank"))
@@ -279,14 +286,14 @@ def _ranks(answer: Any) -> str:
 
 
 def _why_not(given: float, case: Scaling) -> str:
-    for ranks, words in case.mistakes:
-        if math.isclose(given, ranks, rel_tol=_SAFE):
-            return words
-    return "compare ranks × steps × seconds per step with those of one rank; the steps are those of the global batch"
+    otherwise = (
+        "compare ranks × steps × seconds per step with those of one rank; the steps are those of the global batch"
+    )
+    return explained(given, case.mistakes, otherwise, _SAFE)
 
 
-EXERCISES = {
-    "noise": Exercise(
+EXERCISES: dict[str, Exercise] = {
+    "batch_size.noise": Exercise(
         "The noise scale from the gradients of ranks",
         _noise,
         "Per step, with the numbers of samples bᵢ of n ranks and B = Σ bᵢ: `small`, the mean over ranks of |gᵢ|², is"
@@ -294,7 +301,7 @@ EXERCISES = {
         " averaged over the steps, tr Σ = (small − large) / (c − 1 / B), |G|² = large − tr Σ / B, and the noise scale"
         " is their ratio.",
     ),
-    "ranks": Exercise(
+    "batch_size.ranks": Exercise(
         "How many ranks pay off",
         _ranks,
         "Fit `steps = least_steps + least_samples / batch` to the pairs (a straight line of batch × steps by batch is"

@@ -260,20 +260,20 @@ def _why(value: Any, chunk: int, n: int) -> str:
     return ", ".join(errors)
 
 
-EXERCISES = {
-    "bytes": Exercise(
+EXERCISES: dict[str, Exercise] = {
+    "collectives.bytes": Exercise(
         "What a rank sends in a ring",
         _bytes,
         "**175 MB.** A rank sends a chunk of 100 / 8 = 12.5 MB in each of 2 (n − 1) = 14 rounds. For many ranks the"
         " total approaches 200 MB.",
     ),
-    "halves": Exercise(
+    "collectives.halves": Exercise(
         "The two halves of a ring",
         _halves,
         "**reduce-scatter, all-gather.** After n − 1 rounds each rank has the sum of one chunk; after n − 1 more rounds"
         " each rank has all sums.",
     ),
-    "ring": Exercise(
+    "collectives.ring": Exercise(
         "Write a ring all-reduce",
         _ring,
         """Even ranks send first and odd ranks receive first; otherwise the ring deadlocks:

@@ -4,11 +4,10 @@ are drawn for each learner."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from labkit.course.exercises import Drawn, Exercise, Wrong, draw_number, require_function, result_of
+from labkit.course.exercises import Exercise, Question, Wrong, drawn_exercise, explained, number_of, require_function
 
 # ---- the FLOPs of a Llama
 
@@ -24,12 +23,12 @@ def _flops(answer: Any) -> str:
     require_function(answer, "flops(tokens, layers, width, inner, groups, sequence, vocabulary)")
     for shape in _SHAPES:
         call = f"flops{shape}"
-        given = _called(answer, shape, call)
+        given = number_of(call, "of operations", answer, *shape)
         tokens, layers, width, inner, groups, sequence, vocabulary = shape
         attention, mlp = 2 * width**2 * (2 + 2 / groups), 6 * width * inner
         scores, head = 4 * sequence * width, 2 * vocabulary * width
         right = 3 * tokens * (layers * (attention + mlp + scores) + head)
-        for wrong, words in (
+        mistakes = (
             (right / 3, "that is forward only; backward computes two products for each one of forward"),
             (right / 2, "a multiplication and an addition count as two operations"),
             (right - 3 * tokens * (layers * scores + head), "that is 6ND: attention's scores and the head are missing"),
@@ -47,11 +46,10 @@ def _flops(answer: Any) -> str:
                 "each head of the queries multiplies with keys, shared or not: the scores do not become fewer",
             ),
             (right - 3 * tokens * layers * mlp / 3, "the MLP has three matrices: gate, up and down"),
-        ):
-            if math.isclose(given, wrong, rel_tol=1e-9):
-                raise Wrong(f"{call}: {words}")
+        )
         if not math.isclose(given, right, rel_tol=1e-9):
-            raise Wrong(f"{call} returned {given:.4g}: add up matrices, scores and head for one token of forward first")
+            otherwise = "add up matrices, scores and head for one token of forward first"
+            raise Wrong(f"{call} returned {given:.4g}: {explained(given, mistakes, otherwise, 1e-9)}")
     return "shared keys and values make two of the seven matrices smaller, and the scores no cheaper"
 
 
@@ -61,12 +59,12 @@ def _flops(answer: Any) -> str:
 _GPUS = (("A100", 312, 2.0), ("H100", 989, 3.35), ("B200", 2250, 8.0))  # TFLOP/s in bf16 and TB/s, by data sheet
 
 
-def _training(random: Random) -> Drawn:
+def _training(random: Random) -> Question:
     gpu, peak, _ = random.choice(_GPUS)
     billions, gpus = random.choice((3, 7, 8, 13, 34, 70)), random.choice((4, 16, 32, 128))
     second = round(random.uniform(0.25, 0.55) * peak * 1e12 / (6e9 * billions) * gpus, -2)  # tokens
     percent = 100 * 6e9 * billions * second / gpus / (peak * 1e12)
-    return Drawn(
+    return Question(
         f"You train {billions} · 10⁹ parameters with {second:,.0f} tokens per second on {gpus} {gpu} ({peak} TFLOP/s"
         " in bf16 each)",
         percent,
@@ -76,18 +74,13 @@ def _training(random: Random) -> Drawn:
             (percent * gpus, "the tokens are those of all GPUs, and the peak is that of one"),
             (percent * gpus / 100, "the tokens are those of all GPUs, and the peak is that of one"),
         ),
+        what="of percent",
+        hint="FLOP/s that the model needs are 6N times the tokens per second; divide them by the peak",
+        why=f"{percent:.0f} % of the peak; PaLM reached 46 % on TPUs (Chowdhery et al. 2022, table 3)",
     )
 
 
-def _mfu(answer: Any) -> str:
-    question = _question("mfu", _training)
-    question.judge(
-        answer, "of percent", "FLOP/s that the model needs are 6N times the tokens per second; divide them by the peak"
-    )
-    return f"{question.right:.0f} % of the peak; PaLM reached 46 % on TPUs (Chowdhery et al. 2022, table 3)"
-
-
-def _product(random: Random) -> Drawn:
+def _product(random: Random) -> Question:
     """Half of the products are limited by the memory: with few columns."""
     gpu, peak, bandwidth = random.choice(_GPUS)
     rows, inner = 1024 * random.randint(2, 16), 1024 * random.randint(2, 16)
@@ -96,7 +89,7 @@ def _product(random: Random) -> Drawn:
     compute, memory = flops / (peak * 1e6), 2 * numbers / (bandwidth * 1e6)  # µs
     right = max(compute, memory)
     twice = "a multiplication and an addition are two operations, and a number in bf16 has two bytes"
-    return Drawn(
+    return Question(
         f"Your {gpu} ({peak} TFLOP/s in bf16, {bandwidth:g} TB/s) multiplies a matrix of {rows:,} × {inner:,} by one of"
         f" {inner:,} × {columns:,}; all are in bf16, and each is read or written once",
         right,
@@ -107,22 +100,17 @@ def _product(random: Random) -> Drawn:
             (right * 2, twice),
             (right / 1e6, "that is in seconds; answer in µs"),
         ),
+        what="of µs",
+        hint="FLOPs by the peak, and bytes of all three matrices by the bandwidth: which is longer?",
+        why=f"{right:,.1f} µs: whichever is slower decides, left or right of the bend of the roofline",
     )
-
-
-def _least(answer: Any) -> str:
-    question = _question("least", _product)
-    question.judge(
-        answer, "of µs", "FLOPs by the peak, and bytes of all three matrices by the bandwidth: which is longer?"
-    )
-    return f"{question.right:,.1f} µs: whichever is slower decides, left or right of the bend of the roofline"
 
 
 _OPTIMIZERS = (("SGD with momentum", 1), ("AdamW", 2), ("AdaBelief", 2), ("Lion", 1))  # states per parameter
 _FORMATS = (("fp32", 4), ("bf16", 2), ("8 bits", 1))
 
 
-def _recipe(random: Random) -> Drawn:
+def _recipe(random: Random) -> Question:
     name, count = random.choice(_OPTIMIZERS)
     (moments, wide), (gradients, sent) = random.choice(_FORMATS), random.choice(_FORMATS[:2])
     copied = random.random() < 0.5
@@ -140,59 +128,41 @@ def _recipe(random: Random) -> Drawn:
         mistakes.append((right - sent + stored, "gradients need not have the type of the parameters"))
     if wide < 4:
         mistakes.append((right + (4 - wide) * count, f"the states of {name} are not in fp32 here"))
-    return Drawn(
+    return Question(
         f"Parameters are in {words}; gradients are accumulated in {gradients}; the states of {name} are in {moments}",
         right,
         tuple(mistakes),
+        what="of bytes",
+        hint="add up parameters, gradients, a copy if there is one, and the optimizer's states",
+        why=f"{right} bytes: autocast saves activations and time, not states",
     )
-
-
-def _bytes(answer: Any) -> str:
-    question = _question("bytes", _recipe)
-    question.judge(
-        answer, "of bytes", "add up parameters, gradients, a copy if there is one, and the optimizer's states"
-    )
-    return f"{question.right} bytes: autocast saves activations and time, not states"
-
-
-def _question(short: str, draw: Callable[[Random], Drawn]) -> Drawn:
-    return draw_number(f"one_device.{short}", draw)
-
-
-def _called(answer: Callable[..., Any], arguments: tuple[Any, ...], call: str) -> float:
-    given = result_of(call, answer, *arguments)
-    if isinstance(given, bool) or not isinstance(given, (int, float)):
-        raise Wrong(f"{call} must return a number, got {given!r:.80}")
-    return float(given)
 
 
 EXERCISES: dict[str, Exercise] = {
-    "flops": Exercise(
+    "one_device.flops": Exercise(
         "FLOPs of a Llama",
         _flops,
         "Per token of forward, `matrices = 2 * width**2 * (2 + 2 / groups) + 6 * width * inner`, `scores = 4 * sequence"
         " * width` and `head = 2 * vocabulary * width`: `return 3 * tokens * (layers * (matrices + scores) + head)`",
     ),
-    "mfu": Exercise(
+    "one_device.mfu": drawn_exercise(
+        "one_device.mfu",
         "MFU from tokens per second",
-        _mfu,
-        "`100 * 6 * parameters * tokens_per_second / gpus / peak`; the numbers differ between learners. With the"
-        " scores of attention it is a few percent more.",
-        task=lambda: _question("mfu", _training).task,
+        _training,
+        "`100 * 6 * parameters * tokens_per_second / gpus / peak`. With the scores of attention it is a few percent"
+        " more.",
     ),
-    "least": Exercise(
+    "one_device.least": drawn_exercise(
+        "one_device.least",
         "The shortest time of a product",
-        _least,
-        "For m × k by k × n in bf16, `max(2 * m * k * n / peak, 2 * (m * k + k * n + m * n) / bandwidth)`; the numbers"
-        " differ between learners.",
-        task=lambda: _question("least", _product).task,
+        _product,
+        "For m × k by k × n in bf16, `max(2 * m * k * n / peak, 2 * (m * k + k * n + m * n) / bandwidth)`.",
     ),
-    "bytes": Exercise(
+    "one_device.bytes": drawn_exercise(
+        "one_device.bytes",
         "Bytes per parameter of a recipe",
-        _bytes,
+        _recipe,
         "The sum of parameters (bf16 2, fp32 4, also under autocast), gradients, the copy in fp32 (4) if there is one,"
-        " and one number per state of the optimizer: AdamW and AdaBelief have two, Lion and momentum one. The recipe"
-        " differs between learners.",
-        task=lambda: _question("bytes", _recipe).task,
+        " and one number per state of the optimizer: AdamW and AdaBelief have two, Lion and momentum one.",
     ),
 }

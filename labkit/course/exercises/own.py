@@ -17,9 +17,9 @@ def a_run(answer: Any) -> Run:
     if not isinstance(answer, Run):
         raise Wrong(f"the answer must be the run itself, the return value of run(…), got {type(answer).__name__}")
     if not answer.state.over:
-        found = next((finding for finding in answer.findings() if finding.kind == "wrong"), None)
-        if found is not None:
-            raise Wrong(f"the run has not ended: {found.title} ({found.evidence}); stop it with .stop()")
+        trouble = next((finding for finding in answer.findings() if finding.kind == "wrong"), None)
+        if trouble is not None:
+            raise Wrong(f"the run has not ended: {trouble.title} ({trouble.evidence}); stop it with .stop()")
         raise Wrong("the run has not ended yet; wait for it with .wait()")
     return answer
 
@@ -30,6 +30,20 @@ def finished(answer: Any) -> Run:
     if run.state.status.state != "finished":
         raise Wrong(f"the run {run.words}; read the logs of its ranks")
     return run
+
+
+def require_run(run: Run, strategy: str = "", ranks: int = 0, batch: int = 0, steps: int = 0) -> None:
+    """Raises `Wrong` unless a run has this strategy, world size and global batch size, and at least so many steps; what
+    is not given may be any."""
+    state, spec = run.state, run.state.spec
+    if strategy and spec.strategy != strategy:
+        raise Wrong(f"the strategy of this run must be {strategy}, got {spec.strategy or 'a script'}")
+    if ranks and state.world_size != ranks:
+        raise Wrong(f"the world size must be {ranks}, got {state.world_size}")
+    if batch and (settled := spec.to_spec()).global_batch != batch:
+        raise Wrong(f"the global batch size must be {batch}, got {settled.global_batch} ({settled.batch_sentence})")
+    if state.step < steps:
+        raise Wrong(f"the run must have at least {steps} steps, got {state.step}")
 
 
 def source(run: Run) -> str:

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 TOPICS = (
-    "batch_size", "collectives", "context_parallel", "data_parallel", "expert_parallel", "failures", "fit",
-    "input_pipeline", "launching", "links", "mesh", "nodes", "pipeline", "precision", "roofline", "sharding",
-    "tensor_parallel",
+    "batch_size", "collectives", "context_parallel", "data_parallel", "expert_parallel", "input_pipeline", "launching",
+    "links", "mesh", "pipeline", "precision", "roofline", "sharding", "tensor_parallel",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.theory import collectives as plans
 from labkit.analysis.theory.collectives import Holding, Message, Piece, Plan, Round
-from labkit.common.units import size
+from labkit.common.units import counted, size
 from labkit.course.pictures.canvas import checked
 from labkit.figures import rank_colour
 from labkit.figures.as_plotly import as_figure, plain_look
@@ -47,7 +47,7 @@ def _rounds_of(plan: Plan) -> go.Figure:
     layout = plain_look() | {
         "hovermode": "closest",
         "title": {
-            "text": f"<b>{plan.title}</b>, {plan.n} ranks, {_count(len(plan.rounds), 'round')}",
+            "text": f"<b>{plan.title}</b>, {plan.n} ranks, {counted(len(plan.rounds), 'round')}",
             "x": 0,
             "xref": "container",
         }
@@ -90,10 +90,10 @@ class _Panel:
 
     def shapes(self) -> list[dict[str, Any]]:
         """A disc for each rank, and its cells: filled if it has the chunk."""
-        found = []
+        drawn = []
         for rank, (x, y) in enumerate(self._places):
             disc = {"type": "circle", "x0": x - _NODE, "x1": x + _NODE, "y0": y - _NODE, "y1": y + _NODE}
-            found.append(self._axes | disc | {"fillcolor": rank_colour(rank), "line": {"width": 0}})
+            drawn.append(self._axes | disc | {"fillcolor": rank_colour(rank), "line": {"width": 0}})
             for piece, left, low, side in _cells(self._plan, rank):
                 who = self._state[rank].get(piece, frozenset())
                 share = len(who) / self._plan.n if self._adds else float(bool(who))
@@ -103,23 +103,23 @@ class _Panel:
                     "fillcolor": f"rgba(128,128,128,{0.25 * share:.2f})",
                     "line": {"color": INK, "width": 2.5 if thick else 0.7},
                 }
-                found.append(self._axes | cell | look)
-        return found
+                drawn.append(self._axes | cell | look)
+        return drawn
 
     def annotations(self) -> list[dict[str, Any]]:
         """The name of the round, the numbers of the ranks, the contents of the cells, and the messages as arrows."""
         words = f"round {self._number}" if self._number else "start"
-        found = [self._text(-self._reach, self._reach, f"<b>{words}</b>", 11, xanchor="left", yanchor="top")]
+        texts = [self._text(-self._reach, self._reach, f"<b>{words}</b>", 11, xanchor="left", yanchor="top")]
         for rank, (x, y) in enumerate(self._places):
-            found.append(self._text(x, y, f"<b>{rank}</b>", 12, font_colour="#FFFFFF"))
+            texts.append(self._text(x, y, f"<b>{rank}</b>", 12, font_colour="#FFFFFF"))
             cells = _cells(self._plan, rank) if self._plan.n <= _FEW else ()
-            found += [
+            texts += [
                 self._text(left + side / 2, low + side / 2, f"<b>{self._content(rank, piece)}</b>", 10)
                 for piece, left, low, side in cells
             ]
         for message in self._messages:
-            found += self._arrow(message)
-        return found
+            texts += self._arrow(message)
+        return texts
 
     def hover(self) -> dict[str, Any]:
         """Hover text: what each rank has."""
@@ -228,10 +228,6 @@ def _few_enough(n: int) -> int:
     if isinstance(n, int) and n > MOST:
         raise ValueError(f"n must be at most {MOST} for a picture, got {n}")
     return n
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 # ---- pictures

@@ -62,7 +62,7 @@ def filled(workload: str, bucket_mb: float, **options: Any) -> list[Bucket]:
 
 
 def sent(
-    found: Sequence[Bucket], backward: float, rate: float, latency: float, ranks: int
+    in_order: Sequence[Bucket], backward: float, rate: float, latency: float, ranks: int
 ) -> list[tuple[float, float]]:
     """Start and end of each bucket's all-reduce, in seconds: sequentially, in a ring (Patarasuk and Yuan 2009).
 
@@ -70,7 +70,7 @@ def sent(
     2(n−1) rounds.
     """
     spans, free = [], 0.0
-    for bucket in found:
+    for bucket in in_order:
         start = max(free, bucket.ready * backward)
         free = start + 2 * (ranks - 1) * (latency + bucket.bytes / ranks / rate)
         spans.append((start, free))
@@ -96,10 +96,10 @@ def buckets(
     boxes, names, ends = [], [], []
     for index, megabytes in enumerate(bucket_mb):
         lane, filling = 3 * index, 0.0
-        found = filled(workload, megabytes, **options)
-        spans = sent(found, backward, rate, latency, ranks)
+        in_order = filled(workload, megabytes, **options)
+        spans = sent(in_order, backward, rate, latency, ranks)
         boxes.append(Box(lane, 0.0, 1000 * backward, "backward", "backward, last layer first"))
-        for number, (bucket, (start, end)) in enumerate(zip(found, spans), 1):
+        for number, (bucket, (start, end)) in enumerate(zip(in_order, spans), 1):
             full = 1000 * backward * bucket.ready
             gradients = f": the hooks of {counted(bucket.gradients, 'gradient')} fill it"
             boxes.append(Box(lane + 1, filling, full, "batch", str(number), gradients))
@@ -109,7 +109,7 @@ def buckets(
         hidden = sum(max(0.0, min(end, backward) - start) for start, end in spans) / sum(
             end - start for start, end in spans
         )
-        summary = f"  {len(found)} bucket{'s' if len(found) > 1 else ''}, {hidden:.0%} overlapped"
+        summary = f"  {len(in_order)} bucket{'s' if len(in_order) > 1 else ''}, {hidden:.0%} overlapped"
         ends.append(canvas.note(1000 * spans[-1][1], lane + 2, summary, 13, anchor="left"))
         names += [f"<b>bucket_mb={megabytes:g}</b> ", "hooks fill bucket ", "all-reduce of bucket "]
     model = model_words(Spec(workload=workload, options=options))

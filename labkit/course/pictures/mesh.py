@@ -107,14 +107,14 @@ def modelled(
     within a node of `per_node` ranks and between nodes. An axis uses the slower interconnect if any of its groups spans
     two nodes. Nothing overlaps.
     """
-    found = {}
+    seconds = {}
     for names in permutations(axes):
         mesh = {name: axes[name] for name in names}
-        found[names] = {}
+        seconds[names] = {}
         for axis in names:
             leaves = any(len({rank // per_node for rank in group}) > 1 for group in groups(mesh, axis))
-            found[names][axis] = sent[axis] / (between if leaves else inside), leaves
-    return found
+            seconds[names][axis] = sent[axis] / (between if leaves else inside), leaves
+    return seconds
 
 
 @checked

@@ -441,14 +441,14 @@ def measured(run: Run) -> PipelineStep:
     schedule, micro_batches = state.spec.options["schedule"], state.spec.options["micro_batches"]
     plans = []
     for step in usual:
-        found = {number: rank.timelines[step] for number, rank in sorted(state.ranks.items())}
-        shifts, _ = aligned(found, ahead(state))
-        rules = {rank: _computed(order(schedule, rank, len(found), micro_batches)) for rank in found}
-        if any(_misses_halves(lane, rules[rank]) for rank, lane in found.items()):
+        lanes = {number: rank.timelines[step] for number, rank in sorted(state.ranks.items())}
+        shifts, _ = aligned(lanes, ahead(state))
+        rules = {rank: _computed(order(schedule, rank, len(lanes), micro_batches)) for rank in lanes}
+        if any(_misses_halves(lane, rules[rank]) for rank, lane in lanes.items()):
             raise ValueError(f"run {run.name} does not tell the halves of a backward apart; run it again")
-        slots = tuple(slot for rank, lane in found.items() for slot in _seen(rank, lane, shifts[rank], rules[rank]))
+        slots = tuple(slot for rank, lane in lanes.items() for slot in _seen(rank, lane, shifts[rank], rules[rank]))
         words = (
-            f"{schedule}, {len(found)} ranks, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, step"
+            f"{schedule}, {len(lanes)} ranks, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, step"
             f" {step}"
         )
         plans.append(PipelineStep(words, slots, "ms", modelled=False))

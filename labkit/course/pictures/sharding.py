@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from labkit.analysis.theory.formulas import RECIPES
+from labkit.common.arguments import check_choice
 from labkit.course.pictures.canvas import checked
 from labkit.figures.as_plotly import as_figure, plain_look
 from labkit.figures.colours import GRID, INK, OPERATIONS, OWNERS, PHASES
+from labkit.prediction.scale.layouts import SHARDINGS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-from itertools import product
 
-from labkit.common.arguments import check_choice
-
-__all__ = ["ADAM", "STAGES", "bytes_by_ranks", "gather_compute_drop", "share", "who_holds_what"]
+__all__ = ["ADAM", "STAGES", "bytes_by_ranks", "gather_compute_drop", "share", "states", "who_holds_what"]
 
 # ---- A step of FSDP
 
@@ -393,3 +394,41 @@ def _count(number: float) -> str:
         (f"{number / unit:.3g}{letter}" for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if number >= unit),
         f"{number:g}",
     )
+
+
+# ---- will it fit: the bytes of a device's states, by formula (Rajbhandari et al. 2020, section 3.1)
+
+
+@checked
+def states(parameters: float, devices: int, recipe: str = "mixed", memory: float | None = None) -> go.Figure:
+    """Bytes of model states per device under DDP and the ZeRO stages, by owner, by formula; `memory` draws a line."""
+    bytes_per_parameter = RECIPES[check_choice("recipe", recipe, RECIPES)]
+    unit, word = (1e9, "GB") if sum(bytes_per_parameter.values()) * parameters >= 1e9 else (2**20, "MiB")
+    shown = {sharding.title: sharding.owners for sharding in SHARDINGS.values() if not sharding.across}
+    shares = {
+        owner: [size * parameters / (devices if owner in sharded else 1) / unit for sharded in shown.values()]
+        for owner, size in bytes_per_parameter.items()
+    }
+    names = [f"{name}<br>{sum(parts):,.1f} {word}" for name, *parts in zip(shown, *shares.values())]
+    data = [
+        {"type": "bar", "name": owner, "x": names, "y": share, "marker": {"color": OWNERS[owner]}}
+        | {"hovertemplate": f"{owner} %{{y:.3~s}} {word}<extra>%{{x}}</extra>"}
+        for owner, share in shares.items()
+    ]
+    title = f"Model states per device, by formula: {parameters:,.0f} parameters, {devices} devices, {recipe}"
+    layout = plain_look(12) | {
+        "title": {"text": f"<b>{title}</b>", **TITLE},
+        "height": 330,
+        "margin": {"l": 50, "r": 10, "t": 40, "b": 30},
+        "barmode": "stack",
+        "legend": {"orientation": "h", "y": -0.18},
+        "yaxis": {"title": {"text": word}, "gridcolor": GRID, "zeroline": False},
+        "xaxis": {"type": "category"},
+    }
+    if memory:
+        line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": memory / unit, "y1": memory / unit}
+        layout["shapes"] = [line | {"line": {"color": INK, "width": 2, "dash": "dash"}}]
+        words = {"text": f"device memory: {memory / unit:,.0f} {word}", "showarrow": False, "font": {"size": 12}}
+        place = {"x": 1, "y": memory / unit, "xref": "paper", "xanchor": "right", "yanchor": "bottom"}
+        layout["annotations"] = [words | place]
+    return as_figure(data, layout)

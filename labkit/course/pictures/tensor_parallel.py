@@ -46,14 +46,14 @@ def row(h: Matrix, b: Matrix, ranks: int = 2) -> go.Figure:
 
     Raises `ValueError` if the number of rows of `b` is not a multiple of `ranks`.
     """
-    each = _split(len(b), ranks, "rows")
+    rows = _split(len(b), ranks, "rows")
     page = _Page()
     page.matrix("H", h, across=ranks)
     page.sign("·")
     page.matrix("B", b, down=ranks)
     page.sign("=")
     for rank in range(ranks):
-        mine = slice(rank * each, (rank + 1) * each)
+        mine = slice(rank * rows, (rank + 1) * rows)
         page.matrix(f"of rank {rank}", _times([line[mine] for line in h], b[mine]), rank=rank)
         page.sign("+" if rank + 1 < ranks else "→")
     page.matrix("Y, after the all-reduce", _times(h, b))
@@ -67,11 +67,11 @@ def pair(x: Matrix, a: Matrix, b: Matrix, ranks: int = 2) -> go.Figure:
 
     Raises `ValueError` if the inner width is not a multiple of `ranks`.
     """
-    each = _split(len(b), ranks, "rows")
+    rows = _split(len(b), ranks, "rows")
     hidden = [[max(0, value) for value in line] for line in _times(x, a)]
     page = _Page()
     for rank in range(ranks):
-        mine = slice(rank * each, (rank + 1) * each)
+        mine = slice(rank * rows, (rank + 1) * rows)
         page.matrix("X", x)
         page.sign("·")
         page.matrix(f"A{_SUB[rank]}", [line[mine] for line in a], rank=rank)

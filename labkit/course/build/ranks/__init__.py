@@ -1,5 +1,5 @@
-"""What runs inside the ranks of a graded answer, and in the process that examines them. Only this package of the course
-loads torch.
+"""What runs every graded answer inside its ranks, and examines it in a process of its own. With the trials, which the
+folders of the labs have, only this loads torch.
 
 =============== ===================================================================================================
 `entry`         the first line of a graded script: executes the answer, runs the trial, and signs what it recorded;
@@ -7,10 +7,6 @@ loads torch.
 `recorder`      records communication, operations and live memory while the answer runs
 `rules`         notices a call of a finished implementation, however the answer got hold of it, and ways around the
                 recorder: files, processes, frames, replaced functions
-`expected`      what a single device makes of the drawn inputs, and which mistake explains other results
 `examiner`      the program that draws the inputs of each rank and compares what the ranks end with
-`loading`       runs a loader in plain processes, with workers, and observes what they open and deliver
-`data_parallel` and the others have the trials: the inputs, the results of a single device and of common mistakes, and
-                the loop that calls the answer
 =============== ===================================================================================================
 """

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from labkit.course.build.ranks.entry import given_path, record_path, results_path, signature
-from labkit.course.build.ranks.expected import Results, hint
-from labkit.course.build.record import Record
+from labkit.course.build.record import Record, Results, hint
 
 
 class Exam:
@@ -26,7 +25,7 @@ class Exam:
     drawn for each learner."""
 
     def __init__(self, module: str, trial: str, ranks: int, folder: str, settings: dict[str, Any]):
-        self._module = importlib.import_module(f"labkit.course.build.ranks.{module}")
+        self._module = importlib.import_module(f"labkit.course.build.{module}")
         self._trial, self._ranks, self._folder = trial, ranks, Path(folder)
         self._keys = [secrets.token_hex(32) for _ in range(ranks)]
         torch.manual_seed(secrets.randbits(62))

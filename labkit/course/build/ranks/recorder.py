@@ -13,7 +13,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import psutil
@@ -140,6 +140,19 @@ class Recorder(TorchDispatchMode):
         """Counts a value of a tensor that Python gets."""
         self._count(self.record.syncs)
 
+    # ---- results, which the examiner compares with those of a single device
+
+    def keep_gradients(self, when: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The gradients of these tensors, with their names, are results `gradient of …`, such as of step 0."""
+        for name, tensor in tensors:
+            gradient = torch.zeros(()) if tensor.grad is None else tensor.grad
+            self.results[f"gradient of {when}: {name}"] = gradient.clone()
+
+    def keep_parameters(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """These tensors, with their names, are results `parameter …`."""
+        for name, tensor in tensors:
+            self.results[f"parameter {name}"] = tensor.detach()
+
     # ---- memory
 
     def watch(self, *tensors: torch.Tensor) -> None:
@@ -157,9 +170,9 @@ class Recorder(TorchDispatchMode):
 
     def live(self) -> int:
         """Bytes of all watched tensors, and of those created while recording, that still exist."""
-        found = {key: storage for key, reference in self._storages.items() if (storage := reference()) is not None}
-        self._storages = {key: self._storages[key] for key in found}
-        return sum(storage.nbytes() for storage in found.values())
+        alive = {key: storage for key, reference in self._storages.items() if (storage := reference()) is not None}
+        self._storages = {key: self._storages[key] for key in alive}
+        return sum(storage.nbytes() for storage in alive.values())
 
     def live_at_rest(self) -> int:
         """`live()` after the threads of gloo have released the buffers of finished collectives, which they do shortly

@@ -1,0 +1,1 @@
+"""Lab 14: tensor parallelism, a pipeline and ring attention written by the learner."""

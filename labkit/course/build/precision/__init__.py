@@ -1,0 +1,1 @@
+"""Lab 22: a step in mixed precision, and forward under a limit of memory."""

@@ -1,0 +1,1 @@
+"""Lab 20: a script with five faults that make it slow."""

@@ -1,0 +1,1 @@
+"""Lab 23: the outer step of DiLoCo, and recovery of a replica within a step."""
