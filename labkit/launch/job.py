@@ -36,6 +36,7 @@ from labkit.launch import kubeflow_agent, local, report, slurm_agent, watchdog
 from labkit.launch.ending import close, end_processes, reserve
 from labkit.launch.warm.client import Cold, Consent, Started, consent, dependence, module_files
 from labkit.plan.script import command, write_script
+from labkit.plan.settling import draw_data
 from labkit.plan.spec import Spec
 from labkit.record.documents import Guesses, LaunchPlan, Plan, Status, Unreadable
 from labkit.record.folder import RunFolder, runs_root
@@ -282,10 +283,12 @@ class Job:
         (default: empty). `prediction` and `guess` are stored with the run. Unless `detached`, the run ends with this
         process, however that ends. `name` is the end of the folder's name (default: that of the Spec); `planned` makes
         the launch plan, of torchrun on this machine by default, when all other files are written. The run starts warm
-        if possible, unless `cold`; the plan and the status record which it was, and why the start was cold. Raises
-        `LaunchError` or `OSError` if it cannot start; no files or processes are left in that case.
+        if possible, unless `cold`; the plan and the status record which it was, and why the start was cold. Data
+        that are drawn are drawn first, once. Raises `LaunchError`, `SpecError` or `OSError` if it cannot start; no
+        files or processes are left in that case.
         """
         asked = time.time()
+        draw_data(spec)
         keep_quota(in_force(), root, spec.resume)
         folder = RunFolder.create(name or spec.name, root)
         try:

@@ -105,14 +105,19 @@ class Source:
         return read_module(found.module).lookup(found.name, among)
 
 
-@cache
-def read_module(module: str, fault: str | None = None) -> Source:
-    """A module, located by its name and parsed, but not imported. Of blocks such as `if FAULT == "slow_rank":` it has
-    those of `fault`."""
+def source_of(module: str) -> str:
+    """The text of a module, located by its name, but not imported."""
     found_at = importlib.util.find_spec(module)
     if found_at is None or found_at.origin is None:
         raise ModuleNotFoundError(f"no module {module}")
-    text = Path(found_at.origin).read_text(encoding="utf-8")
+    return Path(found_at.origin).read_text(encoding="utf-8")
+
+
+@cache
+def read_module(module: str, fault: str | None = None) -> Source:
+    """A module, parsed but not imported. Of blocks such as `if FAULT == "slow_rank":` it has
+    those of `fault`."""
+    text = source_of(module)
     for node in reversed(ast.parse(text).body):
         if isinstance(node, ast.If) and _is_constant(node.test, {"FAULT": fault}):
             text = _with_branch(text.splitlines(), node, _is_true(node.test, {"FAULT": fault}))
@@ -562,6 +567,7 @@ def settings(spec: Spec) -> dict[str, Any]:
     if spec.data_dir is not None:
         values["DATA_DIR"] = spec.data_dir
     values |= {name.upper(): value for name, value in spec.options.items()}
+    values |= spec.data_row.constants
     return values | spec.workload_row.constants(spec.options) | spec.strategy_row.constants(spec)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from labkit.common.files import user_cache
 from labkit.common.units import counted, size
 from labkit.plan.fields import SpecError
 from labkit.setup import environment, preflight
@@ -98,6 +102,30 @@ def check_available(spec: Spec) -> None:
         refusal = preflight.available(name, needs, spec.data_dir or _FOLDER)
         if refusal:
             raise SpecError(field, refusal)
+
+
+def draw_data(spec: Spec) -> None:
+    """Draws the data of a Spec into the cache folder, if they are drawn and not there yet, which takes seconds: once on
+    a machine, and then for all ranks of all runs. Raises `SpecError` if it fails."""
+    drawing = None if spec.script else spec.data_row.drawing(spec.train_samples, spec.options)
+    if drawing is None:
+        return
+    path = user_cache() / "labkit" / drawing.file
+    if path.is_file() and path.stat().st_size >= drawing.size:
+        return
+    home = Path(__file__).parents[2]  # where no file of the user can shadow a module
+    argv = [sys.executable, "-m", drawing.module, *drawing.arguments]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # it fails before torch is imported
+        done = subprocess.run(argv, cwd=home, capture_output=True, encoding="utf-8", errors="replace")
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        why = lines[-1] if done.returncode else ""
+    except OSError as error:
+        why = str(error)
+    if why:
+        raise SpecError(
+            "data", f"{spec.data} could not be drawn into {path}: {why}; set XDG_CACHE_HOME to a folder with space"
+        )
 
 
 def takes_long(spec: Spec) -> bool:
