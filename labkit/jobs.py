@@ -31,7 +31,7 @@ from labkit.common.arguments import shown
 from labkit.common.files import MARK, write_output
 from labkit.common.units import counted, size
 from labkit.plan.nodes import divided
-from labkit.plan.script import write_script
+from labkit.plan.script import source_of, write_script
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.folder import RunFolder
 from labkit.record.follow import torch_of
@@ -100,7 +100,8 @@ class Portable:
 
     `files` are the script and the modules that it imports, by relative path; `target` is what torchrun starts, with its
     arguments. `nodes` × `per_node` ranks run it; started again, it `resumes` from checkpoints or starts from step 1.
-    `requirements` are pinned packages.
+    `requirements` are pinned packages. `draw` are the arguments of Python that draw its data first; empty if nothing is
+    drawn.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Portable:
     max_restarts: int
     resumes: bool
     requirements: tuple[str, ...]
+    draw: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -173,6 +175,11 @@ def per_node_of(spec: Spec, nodes: int) -> int:
 def _job(
     spec: Spec, nodes: int, per_node: int, files: Mapping[str, str], target: tuple[str, ...], torch: str = ""
 ) -> Portable:
+    drawing = None if spec.script else spec.data_row.drawing(spec.train_samples, spec.options)
+    draw: tuple[str, ...] = ()
+    if drawing is not None:
+        draw = (f"{drawing.module.rpartition('.')[2]}.py", *drawing.arguments)
+        files = {**files, draw[0]: source_of(drawing.module)}
     return Portable(
         name=spec.name,
         files=files,
@@ -183,6 +190,7 @@ def _job(
         max_restarts=spec.max_restarts,
         resumes=spec.save_every is not None,
         requirements=requirements(files, torch),
+        draw=draw,
     )
 
 
@@ -358,6 +366,7 @@ def sbatch(job: Portable, profile: Profile, launch: Launch = BARE) -> str:
         f"port=$(({_PORTS[0]} + SLURM_JOB_ID % {_PORTS[1]}))  # jobs that share a node have different ports",
         'export PET_RDZV_ENDPOINT="${hosts[0]}:$port"  # of torchrun, as --rdzv-endpoint',
         "",
+        *(_drawing(job, profile) if job.draw else ()),
         "srun --kill-on-bad-exit=1 \\",
         *(f"  {words} \\" for words in (*_container(job, profile), shlex.join(launch.torchrun))),
         f'  --nnodes="$SLURM_NNODES" --nproc-per-node={job.per_node} --max-restarts={job.max_restarts} \\',
@@ -368,6 +377,15 @@ def sbatch(job: Portable, profile: Profile, launch: Launch = BARE) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _drawing(job: Portable, profile: Profile) -> tuple[str, ...]:
+    """The lines that draw the data of a job, in its folder, which its nodes share."""
+    return (
+        'export XDG_CACHE_HOME="$PWD/cache"  # where the script looks for the data, which are drawn once for all nodes',
+        " ".join(["srun --nodes=1 --ntasks=1", *_container(job, profile), shlex.join(["python", *job.draw])]),
+        "",
+    )
 
 
 def _requeue(save: str) -> tuple[str, ...]:
@@ -488,14 +506,15 @@ def _dumped(document: dict[str, Any]) -> str:
 
 
 def _prepared(job: Portable, profile: Profile) -> list[str]:
-    """Commands that write the files of a job to a folder, enter it, and install its packages."""
+    """Commands that write the files of a job to a folder, enter it, install its packages, and draw its data."""
     lines = [*([profile.setup] if profile.setup else []), f"mkdir -p {_FOLDER}", f"cd {_FOLDER}"]
     for path, text in job.all_files.items():
         end = next(name for n in range(len(text) + 1) if (name := f"END_OF_FILE_{n}") not in text)
         folder, _, _ = path.rpartition("/")
         lines += [f"mkdir -p {shlex.quote(folder)}"] if folder else []
         lines += [f"cat > {shlex.quote(path)} <<'{end}'", text.rstrip("\n"), end]
-    return [*lines, f"pip install -r {REQUIREMENTS}"]
+    lines.append(f"pip install -r {REQUIREMENTS}")
+    return [*lines, shlex.join(["python", *job.draw])] if job.draw else lines
 
 
 def label(name: str) -> str:
@@ -546,12 +565,13 @@ def zipped(files: Mapping[str, str | bytes], written: float | None = None) -> by
 def _readme(job: Portable) -> str:
     nodes = "one machine" if job.nodes == 1 else f"{job.nodes} nodes"
     elsewhere = "" if job.nodes == 1 else " Replace HOST by the address of the first node, which the others must reach."
+    first = f"On each machine, draw the data: `{shlex.join(['python', *job.draw])}`. Then r" if job.draw else "R"
     return f"""# {job.name}
 
 A PyTorch training job: {counted(job.ranks, "rank")} on {nodes}, started by torchrun.
 
 1. Install torch for your GPUs (pytorch.org), then `pip install -r {REQUIREMENTS}`: the versions it was packed with.
-2. Run the commands of `torchrun.txt`, one per node, in this folder.{elsewhere}
+2. {first}un the commands of `torchrun.txt`, one per node, in this folder.{elsewhere}
 3. Slurm: `sbatch job.sbatch`, after filling in partition and account of your site.
 4. Kubeflow Trainer: `kubectl create -f trainjob.yaml`. SkyPilot: `sky launch skypilot.yaml`.
 

@@ -19,6 +19,7 @@ import psutil
 from msgspec import structs
 
 from labkit.analysis.metrics import pace
+from labkit.common.files import user_cache
 from labkit.common.processes import (
     end,
     is_stopped,
@@ -36,7 +37,7 @@ from labkit.launch import kubeflow_agent, local, report, slurm_agent, watchdog
 from labkit.launch.ending import close, end_processes, reserve
 from labkit.launch.warm.client import Cold, Consent, Started, consent, dependence, module_files
 from labkit.plan.script import command, write_script
-from labkit.plan.spec import Spec
+from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import Guesses, LaunchPlan, Plan, Status, Unreadable
 from labkit.record.files import LogTail
 from labkit.record.folder import RunFolder, runs_root
@@ -181,6 +182,33 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_drop_held)
 
 
+# ---- the data of a run that are drawn
+
+
+def draw_data(spec: Spec) -> None:
+    """Draws the data of a Spec into the cache folder, if they are drawn and not there yet, which takes seconds: once on
+    a machine, and then for all ranks of all runs. Raises `SpecError` if it fails."""
+    drawing = None if spec.script else spec.data_row.drawing(spec.train_samples, spec.options)
+    if drawing is None:
+        return
+    path = user_cache() / "labkit" / drawing.file
+    if path.is_file() and path.stat().st_size >= drawing.size:
+        return
+    home = Path(__file__).parents[2]  # where no file of the user can shadow a module
+    argv = [sys.executable, "-m", drawing.module, *drawing.arguments]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # it fails before torch is imported
+        done = subprocess.run(argv, cwd=home, capture_output=True, encoding="utf-8", errors="replace")
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        why = lines[-1] if done.returncode else ""
+    except OSError as error:
+        why = str(error)
+    if why:
+        raise SpecError(
+            "data", f"{spec.data} could not be drawn into {path}: {why}; set XDG_CACHE_HOME to a folder with space"
+        )
+
+
 # ---- the quota of the disk
 
 
@@ -282,10 +310,12 @@ class Job:
         (default: empty). `prediction` and `guess` are stored with the run. Unless `detached`, the run ends with this
         process, however that ends. `name` is the end of the folder's name (default: that of the Spec); `planned` makes
         the launch plan, of torchrun on this machine by default, when all other files are written. The run starts warm
-        if possible, unless `cold`; the plan and the status record which it was, and why the start was cold. Raises
-        `LaunchError` or `OSError` if it cannot start; no files or processes are left in that case.
+        if possible, unless `cold`; the plan and the status record which it was, and why the start was cold. Data
+        that are drawn are drawn first, once. Raises `LaunchError`, `SpecError` or `OSError` if it cannot start; no
+        files or processes are left in that case.
         """
         asked = time.time()
+        draw_data(spec)
         keep_quota(in_force(), root, spec.resume)
         folder = RunFolder.create(name or spec.name, root)
         try:

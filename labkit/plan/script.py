@@ -105,14 +105,19 @@ class Source:
         return read_module(found.module).lookup(found.name, among)
 
 
-@cache
-def read_module(module: str, fault: str | None = None) -> Source:
-    """A module, located by its name and parsed, but not imported. Of blocks such as `if FAULT == "slow_rank":` it has
-    those of `fault`."""
+def source_of(module: str) -> str:
+    """The text of a module, located by its name, but not imported."""
     found_at = importlib.util.find_spec(module)
     if found_at is None or found_at.origin is None:
         raise ModuleNotFoundError(f"no module {module}")
-    text = Path(found_at.origin).read_text(encoding="utf-8")
+    return Path(found_at.origin).read_text(encoding="utf-8")
+
+
+@cache
+def read_module(module: str, fault: str | None = None) -> Source:
+    """A module, parsed but not imported. Of blocks such as `if FAULT == "slow_rank":` it has
+    those of `fault`."""
+    text = source_of(module)
     for node in reversed(ast.parse(text).body):
         if isinstance(node, ast.If) and _is_constant(node.test, {"FAULT": fault}):
             text = _with_branch(text.splitlines(), node, _is_true(node.test, {"FAULT": fault}))
@@ -150,15 +155,75 @@ def _definitions(node: ast.stmt, module: str, lines: list[str]) -> Iterator[Defi
 
 
 def resolved(definition: Definition, values: Mapping[str, Any]) -> Definition:
-    """The definition with every `if` resolved whose condition depends only on `values`; one without a taken branch is
-    removed. A dict of arguments that one call takes is then written as its arguments."""
+    """The definition with every condition resolved that depends only on `values`: an `if` without a taken branch is
+    removed, and so is what follows a `return` that is always reached. A dict of arguments that one call takes is then
+    written as its arguments."""
     text = definition.text
-    while True:
-        conditional = next((node for node in _conditionals(text) if _is_constant(node.test, values)), None)
-        if conditional is None:
-            text = _with_arguments_in_calls(text)
-            return definition if text == definition.text else replace(definition, text=text, uses=_names(text))
-        text = _with_branch(text.splitlines(), conditional, _is_true(conditional.test, values))
+    while (simpler := _simpler(text, values)) is not None:
+        text = simpler
+    if text != definition.text:
+        text = _without_unreachable(text)
+    text = _with_arguments_in_calls(text)
+    return definition if text == definition.text else replace(definition, text=text, uses=_names(text))
+
+
+def _simpler(text: str, values: Mapping[str, Any]) -> str | None:
+    """The text with one condition less; None if no other one depends only on `values`."""
+    for node in _conditionals(text):
+        test = node.test
+        operands = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+        constant = [operand for operand in operands if _is_constant(operand, values)]
+        if not constant:
+            continue
+        taken = all(_is_true(operand, values) for operand in constant)
+        if taken and len(constant) < len(operands):  # `if SETTING and condition`
+            return _replaced(text, test, _joined(text, [operand for operand in operands if operand not in constant]))
+        if isinstance(node, ast.IfExp):
+            return _replaced(text, node, _segment_of(text, node.body if taken else node.orelse))
+        return _with_branch(text.splitlines(), node, taken)
+    return None
+
+
+def _joined(text: str, operands: list[ast.expr]) -> str:
+    """The operands of an `and`."""
+    parts = [_segment_of(text, operand) for operand in operands]
+    if len(parts) == 1:
+        return parts[0]
+    return " and ".join(
+        f"({part})" if isinstance(operand, ast.BoolOp) else part for operand, part in zip(operands, parts)
+    )
+
+
+def _segment_of(text: str, node: ast.expr) -> str:
+    return ast.get_source_segment(text, node) or ""
+
+
+def _replaced(text: str, node: ast.expr, by: str) -> str:
+    """The text with other source in place of an expression."""
+    lines = text.encode().splitlines()  # columns count bytes
+    first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
+    before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
+    return b"\n".join([*lines[:first], before + by.encode() + after, *lines[last + 1 :]]).decode()
+
+
+def _without_unreachable(text: str) -> str:
+    """The text without the statements of a block that are never reached."""
+    for node in ast.walk(_parsed(text)):
+        for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
+            if not isinstance(block, list):
+                continue
+            for end in block[:-1]:
+                if _leaves(end):
+                    lines = text.splitlines()
+                    return _without_unreachable("\n".join([*lines[: end.end_lineno], *lines[block[-1].end_lineno :]]))
+    return text
+
+
+def _leaves(statement: ast.stmt) -> bool:
+    """Whether what follows a statement in its block is never reached."""
+    if isinstance(statement, ast.With):
+        return _leaves(statement.body[-1])
+    return isinstance(statement, ast.Return | ast.Continue | ast.Break | ast.Raise)
 
 
 @lru_cache(maxsize=4096)  # scripts have most of their definitions in common
@@ -168,8 +233,8 @@ def _parsed(text: str) -> ast.stmt:
 
 
 @lru_cache(maxsize=4096)
-def _conditionals(text: str) -> tuple[ast.If, ...]:
-    return tuple(node for node in ast.walk(_parsed(text)) if isinstance(node, ast.If))
+def _conditionals(text: str) -> tuple[ast.If | ast.IfExp, ...]:
+    return tuple(node for node in ast.walk(_parsed(text)) if isinstance(node, ast.If | ast.IfExp))
 
 
 def _is_constant(test: ast.expr, values: Mapping[str, Any]) -> bool:
@@ -267,7 +332,8 @@ def _with_arguments_of(name: str, function: ast.FunctionDef, block: list[ast.stm
     arguments = ", ".join(f"{key}={value}" for key, value in entries.items())
     for used in sorted(unpacked, key=lambda node: (node.lineno, node.col_offset), reverse=True):
         line = lines[used.lineno - 1]
-        lines[used.lineno - 1] = line[: used.col_offset - len("**")] + arguments + line[used.end_col_offset :]
+        before, after = line[: used.col_offset - len("**")], line[used.end_col_offset :]
+        lines[used.lineno - 1] = (before + arguments if arguments else before.removesuffix(", ")) + after
     return "\n".join(line for number, line in enumerate(lines, 1) if number not in removed)
 
 
@@ -562,6 +628,7 @@ def settings(spec: Spec) -> dict[str, Any]:
     if spec.data_dir is not None:
         values["DATA_DIR"] = spec.data_dir
     values |= {name.upper(): value for name, value in spec.options.items()}
+    values |= spec.data_row.constants
     return values | spec.workload_row.constants(spec.options) | spec.strategy_row.constants(spec)
 
 

@@ -186,6 +186,7 @@ def convolution(come: int, go: int, side: int, bias: bool = False) -> Module:
     return Module(((go, come, side, side), *[(go,)] * bias))
 
 
+_DRAWN = 10_000  # samples are drawn in multiples of it, so that the size of a file tells how many it has
 _LABEL = 8  # bytes of a 64-bit label, or of the byte after a sequence of text
 
 
@@ -257,6 +258,17 @@ class Strategy:
 
 
 @dataclass(frozen=True)
+class Drawing:
+    """The module that draws a data set, its arguments, the file that it writes to the cache folder, and the least bytes
+    of that file."""
+
+    module: str
+    file: str
+    arguments: tuple[str, ...]
+    size: int
+
+
+@dataclass(frozen=True)
 class Data:
     """A data set. `train` and `test` are numbers of samples.
 
@@ -264,6 +276,9 @@ class Data:
       bytes of each of its numbers, 4 for floats, 8 for the tokens of a text.
     - `most`: the maximum number of training samples that a Spec may use, None if any number can be generated.
     - `shared`: how many times a sample contains each stored number: 3 for grey images as three channels.
+    - `code`: the module that loads it, if it has a different name; `constants`: the settings of that module, by name.
+    - `drawn_by`: the module next to it, a program that draws the data into the cache folder before a run; empty if
+      they are not drawn.
     - `needs`: packages, and files if it is read from a folder.
     """
 
@@ -275,6 +290,9 @@ class Data:
     number_bytes: int = 4
     most: int | None = None
     shared: int = 1
+    code: str = ""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    drawn_by: str = ""
     needs: Needs = NOTHING
 
     def input_bytes(self, options: Mapping[str, Any]) -> int:
@@ -285,10 +303,22 @@ class Data:
         """Bytes of one stored sample with its target; in a sequence of text, inputs and targets share their memory."""
         return self.input_bytes(options) // self.shared + _LABEL
 
+    def drawing(self, samples: int, options: Mapping[str, Any]) -> Drawing | None:
+        """What draws at least so many training samples; None if the data set is not drawn."""
+        if not self.drawn_by:
+            return None
+        channels, side, _ = self.input_shape(options)
+        count = _DRAWN * math.ceil(max(samples, self.train) / _DRAWN)
+        file = f"digits-{side}.pt"
+        module = f"labkit.training.workloads.{self.drawn_by}"
+        return Drawing(
+            module, file, (file, *map(str, (channels, side, count))), (count + self.test) * self.sample_bytes(options)
+        )
+
     @property
     def module(self) -> str:
         """The module that loads the data set."""
-        return f"labkit.training.workloads.{self.name}"
+        return f"labkit.training.workloads.{self.code or self.name}"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from conftest import warm_run
@@ -22,9 +22,9 @@ EXCHANGE = SCRIPTS / "exchange.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
-def run_alone(argv: list[str], folder: Path, seconds: float = 600) -> str:
+def run_alone(argv: list[str], folder: Path, seconds: float = 600, environment: Mapping[str, str] | None = None) -> str:
     """Runs a command in `folder`, where no labkit can be imported, one thread per process; returns its stdout, or fails
-    the test.
+    the test. `environment` is added to that of this process.
 
     Torch may abort a rank at exit after a successful training (see labkit/training/strategies/README.md): that is no
     failure, and stdout is complete.
@@ -33,7 +33,9 @@ def run_alone(argv: list[str], folder: Path, seconds: float = 600) -> str:
     done = subprocess.run(
         argv,
         cwd=folder,
-        env=settings | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
+        env=settings
+        | dict(environment or {})
+        | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
         capture_output=True,
         text=True,
         timeout=seconds,

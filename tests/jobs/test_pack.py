@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import yaml
 from commands import called
 from fabricate import FakeRun
 from places import SCHEMAS
+from weaving import run_alone
 
 from labkit import jobs
 from labkit.frontends.panel.sources import Pack
@@ -68,6 +70,22 @@ def test_a_packed_job_runs_on_two_nodes_with_bare_torchrun(tmp_path, monkeypatch
     assert [node.returncode for node in nodes] == [0, 0], said
     assert "step 3: loss" in said[0]
     assert "loss" not in said[1]  # rank 1, which does not print
+
+
+def test_a_packed_job_draws_its_data_first(tmp_path):
+    files = jobs.contents(job_of("ddp", nproc=2, samples=2_000), jobs.Profile())
+    (command,) = re.findall(r"`python (draw_digits\.py [^`]*)`", files["README.md"])
+    for name in ("job.sbatch", "trainjob.yaml", "skypilot.yaml"):
+        text = files[name]
+        assert text.index(f"python {command}") < text.index("torchrun", text.index(f"python {command}"))
+    assert "draw" not in "".join(jobs.contents(job_of("ddp", workload="gpt", nproc=2), jobs.Profile()).values())
+    for name in ("train.py", "draw_digits.py"):
+        (tmp_path / name).write_text(files[name], encoding="utf-8")
+    own = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
+    run_alone([sys.executable, *shlex.split(command)], tmp_path, environment=own)
+    code = "import runpy; print(len(runpy.run_path('train.py')['load_data']()[0]))"
+    assert run_alone([sys.executable, "-c", code], tmp_path, environment=own) == "2000\n"
+    assert (tmp_path / "cache" / "labkit" / "digits-28.pt").is_file()
 
 
 def test_the_same_job_is_the_same_zip(tmp_path):
@@ -158,7 +176,8 @@ def test_a_recorded_run_is_packed_as_it_ran(runs, tmp_path, monkeypatch):
     assert called("pack", "last", "--nodes", "2", "-o", "job.zip") == 0
     with zipfile.ZipFile("job.zip") as packed:
         assert packed.read("train.py") == b"import torch  # as it ran\n"
-        assert packed.read("requirements.txt") == b"torch==2.9.1\n"
+        pinned = packed.read("requirements.txt").decode().split()  # what draws the data needs scikit-learn
+        assert [line.partition("==")[0] for line in pinned] == ["scikit-learn", "torch"] and pinned[1] == "torch==2.9.1"
         assert packed.read("torchrun.txt").count(b"--nproc-per-node=2 --max-restarts=1") == 2
     assert called("pack", "last", "--steps", "3") == 2  # it has run
 

@@ -94,7 +94,7 @@ def test_an_if_is_resolved_completely(tmp_path, monkeypatch):
     written = [functions(write_script(spec("single", seed=seed)))["evaluate"] for seed in (1, 2, 3)]
     assert [text.split("first = 1\n")[1] for text in written] == [
         "    first = 2\n    return first",
-        "    if first and SEED:\n        first = 3\n    return first",
+        "    if first:\n        first = 3\n    return first",
         "    first = 4\n    return first",
     ]
     assert "        # two\n" not in write_script(spec("single", seed=2))
@@ -126,6 +126,7 @@ def test_two_meanings_of_one_name_are_refused(tmp_path, monkeypatch):
             'settings = {"a": 1}\n    settings["c"] = 2\n    h(**settings)\n    return g(**settings)',
             'settings = {"a": 1, "c": 2}\n    h(**settings)\n    return g(**settings)',
         ),
+        ("settings = {}\n    return g(b, **settings)", "return g(b)"),
         ('settings = {"a": 1}  # why\n    return g(**settings)', None),
         ('settings = {"a": 1}\n    return g(settings, **settings)', None),
         ('settings = {"a": 1}\n    if b:\n        settings["c"] = 2\n    return g(**settings)', None),
@@ -134,3 +135,27 @@ def test_two_meanings_of_one_name_are_refused(tmp_path, monkeypatch):
 def test_arguments_are_written_in_their_call(body, expected):
     one = Definition("f", "home", 1, f"def f(b):\n    {body}", (), None)
     assert resolved(one, {}).text == f"def f(b):\n    {expected or body}"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("if ON and b:\n        g(b)", "if b:\n        g(b)"),
+        ("if (ON or OFF) and (a or b):\n        g(b)", "if a or b:\n        g(b)"),
+        ("if ON and (a or b) and c:\n        g(b)", "if (a or b) and c:\n        g(b)"),
+        ("if b and OFF:\n        g(b)\n    h(b)", "h(b)"),
+        ("g(a if ON else b, 1)", "g(a, 1)"),
+        ("g(a if b else c)", None),
+        ("if ON:\n        return a\n    g(b)\n    return b", "return a"),
+        ("if OFF:\n        return a\n    return b", "return b"),
+        ("if ON:\n        with a:\n            return a\n    return b", "with a:\n        return a"),
+        (
+            "for c in b:\n        if ON:\n            continue\n        g(c)\n    g(b)",
+            "for c in b:\n        continue\n    g(b)",
+        ),
+        ("é = 'ü'; g(a if ON else b)", "é = 'ü'; g(a)"),
+    ],
+)
+def test_a_condition_on_settings_is_resolved_and_what_is_not_reached_is_left_out(body, expected):
+    one = Definition("f", "home", 1, f"def f(a, b, c):\n    {body}", (), None)
+    assert resolved(one, {"ON": True, "OFF": False}).text == f"def f(a, b, c):\n    {expected or body}"

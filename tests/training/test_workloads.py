@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 from weaving import run_alone
 
+from labkit.launch.job import draw_data
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec, SpecError
 from labkit.setup import preflight
@@ -24,11 +25,11 @@ from labkit.training.workloads import (
     WORKLOADS,
     cnn,
     digits,
-    digits32,
     gpt,
     mlp,
     text,
 )
+from labkit.training.workloads.draw_digits import draw_digits
 
 BESIDE_CPU_TORCH = SCRIPTS / "beside_cpu_torch.py"
 
@@ -143,9 +144,24 @@ def test_constants_of_the_same_name_agree():
 # ---- data
 
 
+def read(samples: int, side: int = 28, channels: int = 1) -> tuple[TensorDataset, TensorDataset]:
+    """What the ranks of a run load, after the lab has drawn the data."""
+    name = {row.constants["SIDE"]: name for name, row in DATA.items() if row.drawn_by}[side]
+    draw_data(Spec("single", "cnn" if side == 28 else "resnet18", data=name, samples=samples, nproc=1))
+    with pytest.MonkeyPatch.context() as patch:
+        values = {"SAMPLES": samples, "SIDE": side, "CHANNELS": channels}
+        for constant, value in {**values, "DIGITS": f"{digits.CACHE}/labkit/digits-{side}.pt"}.items():
+            patch.setattr(digits, constant, value)
+        return digits.load_data()
+
+
+def equal(one: TensorDataset, other: TensorDataset) -> bool:
+    return all(map(torch.equal, one.tensors, other.tensors))
+
+
 @pytest.fixture(scope="module")
 def drawn() -> tuple[TensorDataset, TensorDataset]:
-    return digits.load_data()
+    return read(60_000)
 
 
 def test_digits_are_as_many_as_the_table_says(drawn):
@@ -158,15 +174,12 @@ def test_digits_are_as_many_as_the_table_says(drawn):
     assert 0 <= images.min() <= images.max() <= 1.0001
 
 
-def test_digits_are_the_same_each_time_and_as_many_as_asked(drawn, monkeypatch):
-    monkeypatch.setattr(digits, "SAMPLES", 3000)
-    (once, _), (again, _) = digits.load_data(), digits.load_data()
-    assert len(once) == 3000
-    assert torch.equal(once.tensors[0], again.tensors[0])
-    monkeypatch.setattr(digits, "SAMPLES", 100)
-    few, test = digits.load_data()
-    assert (len(few), len(test)) == (100, 360)
-    torch.testing.assert_close(few.tensors[0], drawn[0].tensors[0][:100])
+def test_digits_are_the_same_each_time_and_as_many_as_asked(drawn):
+    train, test = drawn
+    images, labels, *rest = draw_digits(1, 28, 3000)
+    few, its_test = read(3000)
+    assert equal(few, TensorDataset(images, labels)) and equal(few, TensorDataset(*train[:3000]))
+    assert equal(its_test, test) and equal(test, TensorDataset(*rest))
 
 
 def test_digits_begin_with_the_real_ones_and_the_test_ones_stay_out(drawn):
@@ -188,6 +201,17 @@ def test_digits_begin_with_the_real_ones_and_the_test_ones_stay_out(drawn):
     assert (distances.diagonal() > 0.5).all(), "a variant is not the image itself"
 
 
+@pytest.mark.parametrize(("side", "channels"), [(28, 1), (32, 3)])
+def test_without_the_file_of_the_lab_the_originals_are_repeated(side, channels, monkeypatch):
+    whole, test = read(2 * 1437, side, channels)
+    for constant, value in {"SAMPLES": 2 * 1437, "SIDE": side, "CHANNELS": channels, "DIGITS": "/nowhere"}.items():
+        monkeypatch.setattr(digits, constant, value)
+    train, its_test = digits.load_data()
+    assert len(train) == 2 * 1437 and equal(TensorDataset(*train[1437:]), TensorDataset(*train[:1437]))
+    torch.testing.assert_close(train[:1437], whole[:1437])
+    assert equal(its_test, test)
+
+
 def test_text_windows_are_one_byte_apart_and_apart_from_the_test():
     train, test = text.load_data()
     assert (len(train), len(test)) == (DATA["text"].train, DATA["text"].test)
@@ -205,21 +229,13 @@ def test_text_has_as_many_windows_as_asked(monkeypatch):
     assert len(text.load_data()[0]) == 50
 
 
-def test_digits32_are_the_digits_in_the_shape_of_cifar(monkeypatch):
-    train, test = (dataset.tensors for dataset in digits32.load_data())
+def test_digits32_are_the_digits_in_the_shape_of_cifar(drawn):
+    train, test = (dataset.tensors for dataset in read(10_000, 32, 3))
     assert train[0].shape[1:] == test[0].shape[1:] == (3, 32, 32)
-    assert torch.equal(train[0][:, 0], train[0][:, 2])
-    monkeypatch.setattr(digits, "SAMPLES", 1437)
-    plain, plain_test = (dataset.tensors for dataset in digits.load_data())
-    assert torch.equal(train[1][:1437], plain[1]) and torch.equal(test[1], plain_test[1])
-    torch.testing.assert_close(train[0][:1437].mean((1, 2, 3)), plain[0].mean((1, 2, 3)), atol=0.01, rtol=0.02)
-
-
-def test_one_module_of_digits_draws_for_both():
-    written = write_script(Spec("single", "resnet18", samples=640))
-    assert "SAMPLES = 640 " in written and written.count("cached(") == 2 and "(draw_digits, SAMPLES, 32)" in written
-    assert written.count("def draw_digits") == 1 and "def three_channels" in written
-    assert "three_channels" not in write_script(Spec("single", "cnn"))
+    assert torch.equal(train[0][:, 0], train[0][:, 2]) and train[0].stride(1) == 0, "the channels share their memory"
+    plain, plain_test = (dataset.tensors for dataset in drawn)
+    assert torch.equal(train[1][:1437], plain[1][:1437]) and torch.equal(test[1], plain_test[1])
+    torch.testing.assert_close(train[0][:1437].mean((1, 2, 3)), plain[0][:1437].mean((1, 2, 3)), atol=0.01, rtol=0.02)
 
 
 # ---- torchvision and torch

@@ -94,20 +94,17 @@ def load(train_data: TensorDataset) -> DataLoader:
     if JOIN:  # no padding: some ranks have one sample less than others
         sampler.total_size = len(train_data)
         sampler.num_samples = len(range(sampler.rank, len(train_data), sampler.num_replicas))
-    if FETCH == "samples" and PIN_MEMORY and not WORKERS:
+    options = {}
+    if PIN_MEMORY:
         pinned = torch.cuda.is_available()  # page-locked batches, for asynchronous copies
-        return DataLoader(train_data, BATCH_PER_RANK, sampler=sampler, pin_memory=pinned)
-    else:
-        options = {"pin_memory": torch.cuda.is_available()}  # for asynchronous copies
-        if not PIN_MEMORY:
-            options = {}
-        if WORKERS:
-            options |= {"num_workers": WORKERS, "persistent_workers": True}
-        if FETCH == "batches":
-            indices = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)
-            return DataLoader(train_data, batch_size=None, sampler=indices, **options)
-        else:
-            return DataLoader(train_data, BATCH_PER_RANK, sampler=sampler, **options)
+        options["pin_memory"] = pinned
+    if WORKERS:
+        options["num_workers"] = WORKERS
+        options["persistent_workers"] = True
+    if FETCH == "batches":
+        indices = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)
+        return DataLoader(train_data, batch_size=None, sampler=indices, **options)
+    return DataLoader(train_data, BATCH_PER_RANK, sampler=sampler, **options)
 
 
 def fault_model(blocks: Iterable[nn.Module]) -> Iterable[nn.Module]:
@@ -141,8 +138,7 @@ def forward(model, inputs) -> torch.Tensor:
     if MIXED_PRECISION and AUTOCAST:
         with torch.autocast(inputs.device.type, dtype=DTYPE):
             return model(inputs).float()  # compute the loss in fp32
-    else:
-        return model(inputs)
+    return model(inputs)
 
 
 def loss_of(model, inputs, targets) -> torch.Tensor:
@@ -150,8 +146,7 @@ def loss_of(model, inputs, targets) -> torch.Tensor:
     if LOSS_PARALLEL:
         with loss_parallel():
             return cross_entropy(forward(model, inputs).flatten(0, -2), targets.flatten())
-    else:
-        return cross_entropy(forward(model, inputs).flatten(0, -2), targets.flatten())
+    return cross_entropy(forward(model, inputs).flatten(0, -2), targets.flatten())
 
 
 def gradient_sync(model: nn.Module, last: bool) -> AbstractContextManager:
@@ -213,18 +208,16 @@ def batches_of(model, loader: DataLoader, step: int) -> Iterable:
     """The batches of an epoch that begins after this step."""
     if JOIN:
         return joined(model, loader, step)
-    else:
-        return loader
+    return loader
 
 
 def evaluation_batches(dataset: TensorDataset) -> tuple[torch.Tensor, ...]:
     """The indices of the samples that this rank evaluates, batch by batch."""
     if DATA_RANKS == 1 or not DISTRIBUTED:
         return torch.arange(len(dataset)).split(BATCH_PER_RANK)
-    else:
-        num_replicas, rank = data_shard()
-        batches = len(dataset) // (num_replicas * BATCH_PER_RANK) + 1  # equal on all ranks
-        return torch.arange(len(dataset))[rank::num_replicas].tensor_split(batches)
+    num_replicas, rank = data_shard()
+    batches = len(dataset) // (num_replicas * BATCH_PER_RANK) + 1  # equal on all ranks
+    return torch.arange(len(dataset))[rank::num_replicas].tensor_split(batches)
 
 
 @torch.no_grad()
@@ -244,17 +237,14 @@ def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]
 
 def lr_factor(step: int, total: int) -> float:
     """The learning rate of a step, of 1 to `total`, as a fraction of LEARNING_RATE."""
-    if WARMUP_STEPS:
-        if step <= WARMUP_STEPS:
-            return step / WARMUP_STEPS
+    if WARMUP_STEPS and step <= WARMUP_STEPS:
+        return step / WARMUP_STEPS
     if LR_DECAY == "none":
         return 1.0
-    else:
-        left = (total + 1 - step) / (total - WARMUP_STEPS)
-        if LR_DECAY == "cosine":
-            return (1 - cos(pi * left)) / 2
-        else:
-            return left
+    left = (total + 1 - step) / (total - WARMUP_STEPS)
+    if LR_DECAY == "cosine":
+        return (1 - cos(pi * left)) / 2
+    return left
 
 
 def fault_step(model: nn.Module, step: int) -> None:
@@ -275,10 +265,7 @@ def train(device: torch.device) -> None:
     if INJECT_DATA:
         train_data = fault_data(train_data)
     loader = load(train_data)
-    if INJECT_MODEL:
-        model = parallelize(fault_model(build_blocks()), device)
-    else:
-        model = parallelize(build_blocks(), device)
+    model = parallelize(fault_model(build_blocks()) if INJECT_MODEL else build_blocks(), device)
     optimizer = build_optimizer(model)
     if SAVE_EVERY or RESUME:
         done = resume(model, optimizer)
@@ -314,18 +301,14 @@ def train(device: torch.device) -> None:
             loss = train_step(model, optimizer, inputs, targets)
             if (step == 1 or step % PRINT_EVERY == 0) and IS_LOGGING_RANK:
                 print(f"step {step}: loss {loss.item():.4f}", flush=True)
-            if REPORTS:
-                if step == 1 or step % PRINT_EVERY == 0:
-                    report(model)
-            if SAVE_EVERY:
-                if step % SAVE_EVERY == 0 or (step % PRINT_EVERY == 0 and asked_to_save()):
-                    save(model, optimizer, step)
-        if SAVE_EVERY or RESUME:
-            if step < done:
-                continue  # already evaluated
-        if FAULT == "evaluation_on_rank_0":
-            if os.environ["RANK"] != "0":
-                continue
+            if REPORTS and (step == 1 or step % PRINT_EVERY == 0):
+                report(model)
+            if SAVE_EVERY and (step % SAVE_EVERY == 0 or (step % PRINT_EVERY == 0 and asked_to_save())):
+                save(model, optimizer, step)
+        if (SAVE_EVERY or RESUME) and step < done:
+            continue  # already evaluated
+        if FAULT == "evaluation_on_rank_0" and os.environ["RANK"] != "0":
+            continue
         test_loss, accuracy = evaluate(model, test_data, device)
         if IS_LOGGING_RANK:
             print(f"epoch {epoch}: accuracy {accuracy:.2%}, test loss {test_loss:.4f}")
@@ -333,9 +316,8 @@ def train(device: torch.device) -> None:
             log_event(Event("evaluation", datetime.now(), result))
     if CHECKPOINT_ASYNC:
         finish_writing()
-    if SAVE_EVERY or RESUME:
-        if step < done:
-            raise SystemExit(f"Nothing to train: step {done} is saved, the last is {step}")
+    if (SAVE_EVERY or RESUME) and step < done:
+        raise SystemExit(f"Nothing to train: step {done} is saved, the last is {step}")
 
 
 def main() -> None:

@@ -46,8 +46,7 @@ def random_states() -> list[torch.Tensor]:
         states = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(states, own)
         return [state.cpu() for state in states]
-    else:
-        return [own]
+    return [own]
 
 
 SAVE_NOW = Path(__file__).with_name("save")  # a file that requests a checkpoint
@@ -61,8 +60,7 @@ def asked_to_save() -> bool:
             asked = asked.cuda()  # NCCL sends from GPU memory
         dist.broadcast(asked, 0)
         return bool(asked)
-    else:
-        return SAVE_NOW.exists()
+    return SAVE_NOW.exists()
 
 
 # The classes in the index of the shards; torch.load rejects every other class.
@@ -95,8 +93,8 @@ class WholeReader(dcp.FileSystemReader):
     """Reads the shards of this rank from the checkpoint of a whole model."""
 
     def read_metadata(self, **kwargs) -> metadata.Metadata:
-        settings = {"map_location": "cpu", "mmap": True}  # read only what is used
-        state = torch.load(self.path / "state.pt", **settings, weights_only=True)
+        # Mapped memory: only what is used is read.
+        state = torch.load(self.path / "state.pt", map_location="cpu", mmap=True, weights_only=True)
         self.tensors = {f"model.{name}": tensor for name, tensor in state["model"].items()}
         for number, values in state["optimizer"]["state"].items():
             prefix = f"{OPTIMIZER}{state['names'][number]}."
@@ -166,9 +164,8 @@ def restore(state: dict) -> None:
     """Restore the state that `progress` saved, as far as it is in the checkpoint."""
     states = state["random"]  # of more or fewer ranks, if another run has saved them
     set_random_state(states[int(os.environ.get("RANK", "0")) % len(states)])
-    if LOSS_SCALING:
-        if state.get("scaler"):
-            SCALER.load_state_dict(state["scaler"])
+    if LOSS_SCALING and state.get("scaler"):
+        SCALER.load_state_dict(state["scaler"])
 
 
 def checksum(path: Path) -> str:
@@ -201,9 +198,8 @@ def verify(path: Path) -> None:
     """Raise ValueError if the identity of a checkpoint differs or a file has changed."""
     manifest = json.loads((path / "manifest.json").read_text())
     for key, expected in MANIFEST.items():
-        if RESUME:
-            if key == "layout" and manifest.get(key) in READS:
-                continue  # of another strategy
+        if RESUME and key == "layout" and manifest.get(key) in READS:
+            continue  # of another strategy
         if manifest.get(key) != expected:
             raise ValueError(f"{key} must be {expected!r}, got {manifest.get(key)!r}")
     for name, expected in manifest["sha256"].items():

@@ -90,10 +90,9 @@ def seen(step: int, length: int) -> tuple[slice, slice]:
     whole, first, second = slice(length), slice(length // 2), slice(length // 2, length)
     if step == 0:  # this rank's own, causally
         return whole, whole
-    elif step <= dist.get_rank():  # the first chunk of a lower rank is before both of ours
+    if step <= dist.get_rank():  # the first chunk of a lower rank is before both of ours
         return whole, first
-    else:  # both chunks of a higher rank are before our second one
-        return second, whole
+    return second, whole  # both chunks of a higher rank are before our second one
 
 
 def scores_of(query: torch.Tensor, key: torch.Tensor, step: int) -> torch.Tensor:
@@ -170,13 +169,12 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
     """Causal attention to the whole sequence: (batch, head, position, head width)."""
     if METHOD == "ring" and RANKS > 1:
         return RingAttention.apply(query, key, value)
-    elif METHOD == "ulysses":
+    if METHOD == "ulysses":
         query, key, value = by_heads(query), by_heads(key), by_heads(value)
         places = whole_window(query.device)
         mask = places <= places[:, None]  # this position and earlier ones
         return by_positions(scaled_dot_product_attention(query, key, value, mask))
-    else:
-        keys, values = (AllGather.apply(part.contiguous()) for part in (key, value))
-        own = positions_of(dist.get_rank()).to(query.device)
-        mask = whole_window(query.device) <= own[:, None]  # this position and earlier ones
-        return scaled_dot_product_attention(query, keys, values, mask)
+    keys, values = (AllGather.apply(part.contiguous()) for part in (key, value))
+    own = positions_of(dist.get_rank()).to(query.device)
+    mask = whole_window(query.device) <= own[:, None]  # this position and earlier ones
+    return scaled_dot_product_attention(query, keys, values, mask)

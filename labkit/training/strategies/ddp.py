@@ -22,15 +22,13 @@ def parallelize(blocks, device: torch.device) -> nn.Module:
     """A replica on every rank; backward averages the gradients over the ranks."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         blocks = map(transform, blocks)
+    options = {}
+    if BUCKET_MB:
+        options["bucket_cap_mb"] = BUCKET_MB
+    if STATIC_GRAPH:
+        options["static_graph"] = True
     model = nn.Sequential(*blocks).to(device)
-    if BUCKET_MB and STATIC_GRAPH:
-        model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, static_graph=True)
-    elif BUCKET_MB:
-        model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
-    elif STATIC_GRAPH:
-        model = DistributedDataParallel(model, static_graph=True)
-    else:
-        model = DistributedDataParallel(model)
+    model = DistributedDataParallel(model, **options)
     if COMPRESSION == "fp16":
         model.register_comm_hook(None, fp16_compress_hook)
     if COMPRESSION == "powersgd":

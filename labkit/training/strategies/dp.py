@@ -18,17 +18,18 @@ THREADS = [ThreadPoolExecutor(1, f"replica {n:03}") for n in range(RANKS)]
 def load(train_data: TensorDataset) -> DataLoader:
     """The global batches of all devices, reshuffled in each epoch."""
     sampler = DistributedSampler(train_data, num_replicas=1, rank=0, seed=SEED)
-    options = {"pin_memory": torch.cuda.is_available()}  # for asynchronous copies
-    if not PIN_MEMORY:
-        options = {}
+    options = {}
+    size = BATCH_PER_RANK * RANKS
+    if PIN_MEMORY:
+        pinned = torch.cuda.is_available()  # page-locked batches, for asynchronous copies
+        options["pin_memory"] = pinned
     if WORKERS:
-        options |= {"num_workers": WORKERS, "persistent_workers": True}
+        options["num_workers"] = WORKERS
+        options["persistent_workers"] = True
     if FETCH == "batches":
-        indices = BatchSampler(sampler, BATCH_PER_RANK * RANKS, drop_last=False)
+        indices = BatchSampler(sampler, size, drop_last=False)
         return DataLoader(train_data, batch_size=None, sampler=indices, **options)
-    else:
-        size = BATCH_PER_RANK * RANKS
-        return DataLoader(train_data, size, sampler=sampler, **options)
+    return DataLoader(train_data, size, sampler=sampler, **options)
 
 
 def in_threads(function, *inputs) -> list:

@@ -47,9 +47,8 @@ class AllToAll(torch.autograd.Function):
 
 def apply_experts(experts: nn.ModuleDict, slots: torch.Tensor) -> torch.Tensor:
     """The output of each expert for its slots: (sequence, expert, slot, width)."""
-    if MIXED_PRECISION:
-        if torch.is_autocast_enabled(slots.device.type):  # in training
-            slots = slots.to(DTYPE)
+    if MIXED_PRECISION and torch.is_autocast_enabled(slots.device.type):  # in training
+        slots = slots.to(DTYPE)
     sent = slots.transpose(0, 1).contiguous()  # the experts of each rank in turn
     received = AllToAll.apply(sent).unflatten(0, (dist.get_world_size(), -1))
     outputs = [expert(received[:, n]) for n, expert in enumerate(experts.values())]
@@ -92,15 +91,14 @@ def parallelize(blocks, device: torch.device) -> nn.Module:
             own = {*expert_parameters(block.to(device))}
             model.append(fully_shard(block, mesh=mesh, ignored_params=own))
         return fully_shard(model, mesh=mesh, ignored_params={*expert_parameters(model)})
-    else:
-        model = nn.Sequential(*blocks).to(device)
-        own = expert_parameters(model)
-        for parameter in own:  # DDP averages the gradients of the others only
-            parameter.requires_grad_(False)
-        model = DistributedDataParallel(model, init_sync=False)
-        for parameter in own:
-            parameter.requires_grad_(True)
-        return model
+    model = nn.Sequential(*blocks).to(device)
+    own = expert_parameters(model)
+    for parameter in own:  # DDP averages the gradients of the others only
+        parameter.requires_grad_(False)
+    model = DistributedDataParallel(model, init_sync=False)
+    for parameter in own:
+        parameter.requires_grad_(True)
+    return model
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -113,8 +111,7 @@ def gradient_sync(model: nn.Module, last: bool) -> AbstractContextManager:
     """Accumulate gradients locally; DDP synchronizes them with the last micro-batch."""
     if DENSE == "sharded":
         return nullcontext()
-    else:
-        return nullcontext() if last else model.no_sync()
+    return nullcontext() if last else model.no_sync()
 
 
 def clip_gradients(model: nn.Module) -> None:

@@ -97,14 +97,12 @@ def micro_batch_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 
 
 def own_stages(blocks, rank: int, ranks: int) -> dict[int, nn.Sequential]:
-    """The two stages of a rank, by number; other blocks are freed at once."""
+    """The two stages of a rank, by number; other blocks are freed at once. The stages go
+    down the ranks twice, or, under schedules in the shape of a V, down and up again."""
     stages = {}
     for number, block in enumerate(blocks):
         stage = bisect(STAGES, number) - 1
-        if SCHEDULE in ("ZBVZeroBubble", "DualPipeV"):
-            holder = min(stage, 2 * ranks - 1 - stage)  # down the ranks, and up again
-        else:
-            holder = stage % ranks
+        holder = min(stage, 2 * ranks - 1 - stage) if SCHEDULE in ("ZBVZeroBubble", "DualPipeV") else stage % ranks
         if holder == rank:
             stages.setdefault(stage, nn.Sequential()).add_module(str(number), block)
     return stages

@@ -95,12 +95,11 @@ def resume(model, optimizer) -> int:
     weights, optimizer_state = get_state_dict(model, optimizer, options=BY_NAME)
     state = tensors_of(weights, optimizer_state)
     reader, rest = ShardReader(path), "progress.pt"
-    if RESUME:
-        if (path / "state.pt").exists():  # of a strategy that does not shard the model
-            reader, rest = WholeReader(path), "state.pt"
+    if RESUME and (path / "state.pt").exists():  # of a strategy that does not shard the model
+        reader, rest = WholeReader(path), "state.pt"
     dcp.load(state, storage_reader=reader)
-    loaded = {"model_state_dict": weights, "optim_state_dict": optimizer_state}  # in place
-    set_state_dict(model, optimizer, **loaded, options=BY_NAME)
+    # `dcp.load` has changed the tensors in place.
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state, options=BY_NAME)
     state = torch.load(path / rest, map_location="cpu", mmap=True, weights_only=True)
     restore(state)
     if IS_LOGGING_RANK:

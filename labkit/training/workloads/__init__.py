@@ -226,6 +226,8 @@ DATA: dict[str, Data] = {
             60_000,
             360,
             _image(1, 28),
+            constants={"SIDE": 28, "CHANNELS": 1},
+            drawn_by="draw_digits",
             needs=_SCIKIT_LEARN,
         ),
         Data(
@@ -244,6 +246,9 @@ DATA: dict[str, Data] = {
             360,
             _image(3, 32),
             shared=3,
+            code="digits",
+            constants={"SIDE": 32, "CHANNELS": 3},
+            drawn_by="draw_digits",
             needs=_SCIKIT_LEARN,
         ),
         Data(
