@@ -154,6 +154,8 @@ def warm_server(pytestconfig):
             patch.setattr(multiprocessing.util, "spawnv_passfds", lambda *_: launch_nothing())  # no event is raised
         else:
             client.prepare()
+            if client._AVAILABLE and not os.environ.get(client.FORCE_COLD):
+                wait_until(client.server_log().exists)  # a test may replace what the thread that starts it uses
         yield server_for_this_process
         found = client.about()
         if isinstance(found, dict):

@@ -140,7 +140,8 @@ def status_of(state: RunState, finished: bool = False) -> dict[str, Any]:
 _EVERY = 5.0  # least seconds between two messages: what Kubeflow's own clients keep to
 _RAREST = 300.0  # most seconds until another attempt, after several that failed
 _TIMEOUT = 5.0  # seconds of one wait for the server
-_LAST_TIMEOUT = 2.0  # seconds that the end of a run waits for the server
+_LAST_TIMEOUT = 3.0  # seconds of one wait at the end of a run
+_AT_THE_END = 4.0  # seconds that the end of a run waits in total
 _FAILED = 2  # attempts in a row after which it is said that the status does not arrive
 
 
@@ -165,11 +166,12 @@ class Reports:
             self._put(state, finished=False, last=False)
 
     def end(self, state: RunState, finished: bool) -> None:
-        """Sends the last status of a run, and waits for it, and for one that is under way, two seconds at most."""
+        """Sends the last status of a run, and waits for it, and for one that is under way, four seconds at most."""
         if 0 in state.ranks:
-            self._sent.wait(_LAST_TIMEOUT)
+            end = time.monotonic() + _AT_THE_END
+            self._sent.wait(_AT_THE_END / 2)
             self._put(state, finished, last=True)
-            self._sent.wait(_LAST_TIMEOUT)
+            self._sent.wait(end - time.monotonic())
 
     def _put(self, state: RunState, finished: bool, last: bool) -> None:
         self._sent.clear()

@@ -31,15 +31,13 @@ from labkit.probe.torch_private import (
 )
 from labkit.probe.traffic import TrafficWatch
 from labkit.record import clock as run_clock
+from labkit.record.threads import wait_for_other_threads
 
 # ---- torch's profiler for one step
 
 
 _BRIEF = 3_000  # ns; shorter events are ignored
 _ERRORS_ONLY = 2
-_UNREST = 0.5  # maximum seconds to wait for other threads
-_LOOKS = 5  # consecutive checks, 1 ms apart, in which all threads sleep: a thread that was just woken shows up late
-_MOMENT = 0.02  # seconds to wait if the state of threads is unknown
 _APART = 50_000  # maximum ns between two readings of one moment; more means an interruption
 _TRIES = 20
 
@@ -57,32 +55,6 @@ def moment(clock: CpuClock | CudaClock) -> tuple[run_clock.SystemMoment, Any]:
         clock.release([mark])
         now, mark = run_clock.SystemMoment.now(), clock.mark()
     return now, mark
-
-
-def wait_for_other_threads() -> None:
-    """Waits up to `_UNREST` seconds until no other thread of this process runs.
-
-    A gloo thread first wakes the thread that waits for its operation, and then records the operation's end for the
-    profiler. On a busy machine this can happen after the profile was stopped, so that torch writes to freed memory
-    (observed: SIGSEGV, corrupted heap). If the system does not report the state of threads, it sleeps for `_MOMENT`
-    seconds.
-    """
-    tasks, own, last = Path("/proc/self/task"), str(threading.get_native_id()), time.monotonic() + _UNREST
-    if not tasks.is_dir():
-        time.sleep(_MOMENT)
-        return
-    at_rest = 0
-    while at_rest < _LOOKS and time.monotonic() < last:
-        at_rest = at_rest + 1 if not any(_runs(task) for task in tasks.iterdir() if task.name != own) else 0
-        time.sleep(0.001)
-
-
-def _runs(task: Path) -> bool:
-    """Whether a thread is running or runnable."""
-    try:
-        return (task / "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].startswith("R")
-    except OSError:
-        return False  # it has just ended
 
 
 def taken(profiler: Any) -> Any:
@@ -359,6 +331,8 @@ class StepSampler:
         if self._around is not None:
             self._around.__exit__(None, None, None)
             self._around = None
+        # A gloo thread notes the end of an operation for the profiler after it has woken the thread that waits for it.
+        # If the profile was stopped by then, torch writes to freed memory (observed: SIGSEGV, corrupted heap).
         wait_for_other_threads()
         profiler.stop()
         self._ended += 1

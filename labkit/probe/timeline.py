@@ -226,7 +226,8 @@ def curve(
     closed: list[tuple[Allocation, int, bool]] = []  # with a time at which it is free, and whether its release was seen
     for allocation in inside:
         if allocation.address in open_:
-            closed.append((open_.pop(allocation.address), allocation.time, allocation.size < 0))
+            taken = open_.pop(allocation.address)
+            closed.append((taken, _time_of_release(taken, allocation, comm), allocation.size < 0))
         elif allocation.address in before:
             gone.setdefault(
                 allocation.address,
@@ -260,6 +261,14 @@ def curve(
         for address, taken in open_.items()
     ]
     return _columns(sorted(changes, key=lambda change: change[0]), phases)
+
+
+def _time_of_release(taken: Allocation, freed: Allocation, comm: Sequence[Sequence[Any]]) -> int:
+    """When memory is free: what a call of a collective frees before it returns, when gloo's thread starts the
+    collective, at the latest. The call may be interrupted after that, by chance, and free it later."""
+    if all(any(name.startswith("c10d::") for name in moved.inside) for moved in (taken, freed)):
+        return min(freed.time, next((start for _, start, *_ in comm if start >= taken.time), freed.time))
+    return freed.time
 
 
 def _as_blocks(

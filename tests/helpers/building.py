@@ -21,7 +21,7 @@ import pytest
 
 from labkit.course.build import criteria
 
-LIMIT = 90.0  # seconds for one answer on a busy machine
+LIMIT = 240.0  # seconds for one answer on a very busy machine, where FSDP took 68
 LIMIT_ALONE = 600.0  # seconds for an answer that starts its ranks itself, in several runs
 PATIENCE = 8.0  # seconds without a call of torch after which a rank says where it waits
 

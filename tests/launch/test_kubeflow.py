@@ -89,7 +89,7 @@ def test_stop_deletes_a_job_that_waits_and_one_that_runs(server, tmp_path, capsy
     wait_until(lambda: "begun 1" in run.logs(1))
     supervisor = psutil.Process(run.state.status.supervisor.pid)
     supervisor.kill()
-    supervisor.wait(10)
+    supervisor.wait(60)
     again = Run.attach(run.name)  # as another kernel does: the job is found, and followed by a new supervisor
     assert again.state.status.supervisor.pid != supervisor.pid and len(server.jobs) == 1
     status = {"progressPercentage": 42, "metrics": [{"name": "loss", "value": "0.5"}]}

@@ -57,7 +57,7 @@ def test_a_run_whose_folder_is_deleted_ends_and_says_why(script):
         == other.words
         == "failed (the run folder was deleted or moved while the run was under way, so the run was stopped)"
     )
-    assert "deleted" in handle.wait(1.0).words
+    assert "deleted" in handle.wait(60).words
     assert not of_folder(handle.folder.path), "wait returns when all processes of the run have ended"
     assert handle.stop().summary()["state"] == "failed"
     assert not handle.folder.path.exists(), "nothing is written to its old path"

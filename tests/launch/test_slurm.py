@@ -74,7 +74,7 @@ def test_stop_cancels_a_job_that_waits_and_one_that_runs(at_cluster, tmp_path):
     wait_until(lambda: second.state.words == words)  # the reason comes after the state
     supervisor = psutil.Process(first.state.status.supervisor.pid)
     supervisor.kill()
-    supervisor.wait(10)
+    supervisor.wait(60)
     first = Run.attach(first.name)  # as another kernel does: the job is found, and followed by a new supervisor
     assert first.state.words != "lost" and first.state.status.supervisor.pid != supervisor.pid
     assert job_of(first.state.queue.job)["state"] == "RUNNING"

@@ -219,15 +219,16 @@ def test_a_server_ends_with_all_who_wanted_it(place, patient, monkeypatch):
     # otherwise this process would also request the server, for the run of an earlier test
     monkeypatch.setattr("labkit.runs.handle.prepare", lambda environment: None)
     code = (
-        "import sys; from labkit.launch.warm import client; client.ANSWER = 60; client.prepare(); print(1, flush=True);"
-        " sys.stdin.read()"
+        "import sys; from labkit.launch import local; from labkit.launch.warm import client; client.ANSWER = 60;"
+        " client.{}; print(1, flush=True); sys.stdin.read()"
     )
-    first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=CLONE)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": CLONE}
+    first = subprocess.Popen([sys.executable, "-c", code.format("prepare()")], **pipes)
     found = server_is_ready()
-    second = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=CLONE)
+    wants = "_prepare(local.standing_environment())"  # returns when the server knows it
+    second = subprocess.Popen([sys.executable, "-c", code.format(wants)], **pipes)
     second.stdout.readline()
     process = psutil.Process(found["pid"])
-    time.sleep(2.0)
     first.kill()
     first.wait()
     time.sleep(2.5)

@@ -117,3 +117,9 @@ def test_a_process_that_cannot_get_a_server_gives_up(place, servers, monkeypatch
     prepare()
     os.close(held)
     assert servers == [0], "runs start cold"
+
+
+def test_a_server_is_not_started_in_a_folder_that_is_removed_meanwhile(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "create", lambda folder: None)
+    monkeypatch.setattr(client, "server_log", lambda: tmp_path / "server.log")
+    assert client._start_server(local.standing_environment()) is None

@@ -150,6 +150,16 @@ def test_an_unseen_release_is_early_unless_the_same_operation_makes_activations(
     assert at_ms(made, 16) == at_ms(early, 16) == {"other": 24}
 
 
+@pytest.mark.parametrize("freed", [4.9, 5.5])
+def test_a_call_that_is_interrupted_does_not_raise_the_peak(freed):
+    """It frees its own copy before gloo's thread makes one, or, by chance, a moment later."""
+    comm = [["all_gather", 5 * MS, 6 * MS, 64, "", [0, 1], 1]]
+    call = "aten::empty", "c10d::_allgather_base_"
+    copy = [taken(4, 1, 64, *call), taken(freed, 1, -64, *call)]
+    made = curve([*copy, taken(5.1, 2, 64, "gloo:all_gather"), taken(5.9, 2, -64)], PHASES, {}, {}, {}, 0, comm)
+    assert made["peak"] == 64
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_columns_are_whole_and_the_peak_is_their_highest_sum(seed):
     chance, moves, open_ = random.Random(seed), [], {}

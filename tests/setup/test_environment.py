@@ -356,7 +356,7 @@ def test_two_starts_take_turns(place):
         other.start()
         time.sleep(0.5)
         order.append("first")
-    other.join(10)
+    other.join(60)
     assert order == ["first", "second"]
 
 

@@ -457,25 +457,22 @@ def _start_server(environment: Mapping[str, str]) -> int | None:
     """Starts a server and waits for it, so that it does not become a zombie. Returns its exit code; None if it cannot
     be started."""
     address = server_address()
+    flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         create(address.parent)
-        flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        log = os.open(server_log(), flags, 0o600)
-    except OSError:
+        with open(os.open(server_log(), flags, 0o600), "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "labkit.launch.warm.server", repr(IDLE), str(os.getpid()), "." * ROOM],
+                cwd=address.parent,  # a folder where no file can shadow a module
+                env={RESERVED: "." * ROOM}
+                | {name: value for name, value in environment.items() if name not in (TAG, PARENT)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+    except OSError:  # also if the folder is removed meanwhile
         return None  # runs start cold and report why
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "labkit.launch.warm.server", repr(IDLE), str(os.getpid()), "." * ROOM],
-            cwd=address.parent,  # a folder where no file can shadow a module
-            env={RESERVED: "." * ROOM}
-            | {name: value for name, value in environment.items() if name not in (TAG, PARENT)},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    finally:
-        os.close(log)
     return process.wait()
 
 

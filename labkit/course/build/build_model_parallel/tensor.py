@@ -3,6 +3,7 @@ cross-entropy over a split vocabulary."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from labkit.course.build.record import OUTSIDE, Expected, Given
 TOKENS, WIDTH, HIDDEN, STEPS, RATE = 16, 32, 128, 4, 0.5
 VOCABULARY, SCALES = 512, (1.0, 10.0, 1_000.0)
 _MLP = ("w1", "b1", "w2", "b2")
+_NEAR = 1e-5  # an input of the ReLU that is nearer to 0 may change its sign with the order of sums, and the gradient
 
 ADDED_AGAIN = (
     "the gradient of {names} is not summed over the ranks: every rank uses x for other features (f in backward)"
@@ -29,11 +31,26 @@ def draw(trial: str, ranks: int) -> list[Given]:
         targets = torch.randint(VOCABULARY, (len(SCALES), TOKENS))
         logits = torch.stack([scale * torch.randn(TOKENS, VOCABULARY) for scale in SCALES])
         return [{"logits": part, "targets": targets} for part in logits.chunk(ranks, dim=2)]
+    while _nearest_to_zero(given := _draw_mlp()) < _NEAR:
+        pass
+    return [{**given} for _ in range(ranks)]
+
+
+def _draw_mlp() -> Given:
     shapes = {"w1": (HIDDEN, WIDTH), "b1": (HIDDEN,), "w2": (WIDTH, HIDDEN), "b2": (WIDTH,)}
     given = {name: torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
-    before = nn.Linear(WIDTH, WIDTH)
     inputs, targets = torch.randn(2, STEPS + 1, TOKENS, WIDTH)
-    return [{"inputs": inputs, "targets": targets, **given, **before.state_dict()} for _ in range(ranks)]
+    return {"inputs": inputs, "targets": targets, **given, **nn.Linear(WIDTH, WIDTH).state_dict()}
+
+
+def _nearest_to_zero(given: Given) -> float:
+    """The smallest input of the ReLU while a single device trains."""
+    model, least = _Model(Whole(*(given[name] for name in _MLP)), given), math.inf
+    for step in range(STEPS):
+        least = min(least, model.mlp.hidden(model.before(given["inputs"][step])).abs().min().item())
+        model.errors(given, step, lambda tokens: tokens).mean().backward()
+        model.update()
+    return least
 
 
 def expect(trial: str, given: list[Given]) -> list[Expected]:
@@ -99,7 +116,11 @@ class Whole(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(tokens, width) to (tokens, width)."""
-        return torch.relu(x @ self.w1.T + self.b1) @ self.w2.T + self.b2
+        return torch.relu(self.hidden(x)) @ self.w2.T + self.b2
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The input of the ReLU, (tokens, hidden)."""
+        return x @ self.w1.T + self.b1
 
 
 class _Model:

@@ -204,6 +204,15 @@ Trace = list[dict[str, Any]]
 
 
 def draw_trace() -> Trace:
+    """A trace in which every wrong peak that has a name is another number."""
+    while True:
+        trace = _some_trace()
+        peaks = [max(_sizes(trace)), *(peak for peak, _ in _wrong_peaks(trace))]
+        if len({*peaks}) == len(peaks):
+            return trace
+
+
+def _some_trace() -> Trace:
     """Events of an allocator as `torch.cuda.memory._snapshot()` has them, without those of a second device: a model,
     and a loop with samples, activations, gradients without a line of the script, and states of the optimizer.
 
@@ -298,17 +307,22 @@ def _snapshot(answer: Any) -> str:
     return f"right for {_TRACES} drawn traces: this is what a page of explain(…) says of a snapshot's peak"
 
 
-def _why_peak(got: float, trace: Trace) -> str:
+def _wrong_peaks(trace: Trace) -> list[tuple[int, str]]:
+    """The peaks by mistakes, with words."""
     sizes = _sizes(trace)
-    if got == sizes[-1]:
-        return "that is what is in use at the end; the peak was before"
-    if got == max(_sizes(trace, freed=())):
-        return "freed memory counts no more"
-    if got == max(_sizes(trace, counted=("alloc", "segment_alloc"))):
-        return "a segment is what the allocator reserves from the device; blocks inside of it are what is in use"
-    if got == max(_sizes(trace, freed=("free_requested", "free_completed"))):
-        return "a block is freed once: it has two events, the request and its completion"
-    return "add what is allocated, subtract what is freed, and keep the largest sum"
+    return [
+        (sizes[-1], "that is what is in use at the end; the peak was before"),
+        (max(_sizes(trace, freed=())), "freed memory counts no more"),
+        (max(_sizes(trace, counted=("alloc", "segment_alloc"))), "a segment is what the allocator reserves from the"
+         " device; blocks inside of it are what is in use"),
+        (max(_sizes(trace, freed=("free_requested", "free_completed"))), "a block is freed once: it has two events, the"
+         " request and its completion"),
+    ]  # fmt: skip
+
+
+def _why_peak(got: float, trace: Trace) -> str:
+    general = "add what is allocated, subtract what is freed, and keep the largest sum"
+    return next((words for peak, words in _wrong_peaks(trace) if got == peak), general)
 
 
 def _why_lines(got: dict[Any, Any], trace: Trace, right: dict[int | None, int]) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -23,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from labkit.course.build.record import COMPUTE, OUTSIDE, START, STORE, WAIT, Event, Record
+from labkit.record.threads import wait_for_other_threads
 from labkit.record.writer import sent
 
 _UNPROFILED = 2  # steps before the probe begins to profile
-_COUNTS, _BETWEEN_COUNTS = 10, 0.005  # of live memory at rest; seconds
 _PEERS = ("send", "recv", "broadcast", "reduce", "gather", "scatter")  # with a rank after the group
 _KNOWN = {  # operation of the dispatcher: its name here, and the argument that holds the payload of the ring
     "allreduce_": ("all_reduce", 0),
@@ -105,6 +104,7 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, weakref.ref] = {}
         self._ignored: set[int] = set()
         self._peak: int | None = None  # while it is measured
+        self._may_hold = False  # whether a thread of gloo may hold buffers of a collective that has been waited for
         self._resident = psutil.Process()
         self._before = (0, 0)  # bytes: resident set and live tensors when `rest` was called
 
@@ -175,13 +175,10 @@ class Recorder(TorchDispatchMode):
         return sum(storage.nbytes() for storage in alive.values())
 
     def live_at_rest(self) -> int:
-        """`live()` after the threads of gloo have released the buffers of finished collectives, which they do shortly
-        after a rank continues: the smallest of several counts."""
-        least = self.live()
-        for _ in range(_COUNTS):
-            time.sleep(_BETWEEN_COUNTS)
-            least = min(least, self.live())
-        return least
+        """`live()` when the threads of gloo have released the buffers of finished collectives."""
+        wait_for_other_threads()
+        self._may_hold = False
+        return self.live()
 
     def rest(self) -> None:
         """The process is as large as it is without an answer: later growth is the answer's."""
@@ -228,8 +225,8 @@ class Recorder(TorchDispatchMode):
                 self.synchronizes()
             self._computes(func, name, args, kwargs or {}, out)
             self.watch(*_tensors(out))
-        if self._peak is not None:
-            self._peak = max(self._peak, self.live())
+        if self._peak is not None and (live := self.live()) > self._peak:
+            self._peak = max(self._peak, self.live_at_rest() if self._may_hold else live)
         return out
 
     def _computes(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
@@ -316,7 +313,7 @@ class Recorder(TorchDispatchMode):
             self.waits_for = self._works.get(id(work))
             self.note(WAIT, of=self.waits_for)
             result = original(work, *args, **kwargs)
-            self.waits_for = None
+            self.waits_for, self._may_hold = None, True
             self.calls += 1
             return result
 
