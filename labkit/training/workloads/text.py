@@ -14,7 +14,8 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
     text = "\n".join(topics[name] for name in sorted(topics))
     data = torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8).long()
     cut = len(data) * 9 // 10
-    return sequences(data[:cut], SAMPLES), sequences(data[cut:], min(1 + SAMPLES // 8, 256))
+    tests = min(1 + SAMPLES // 8, 256)
+    return sequences(data[:cut], SAMPLES), sequences(data[cut:], tests)
 
 
 def sequences(data: torch.Tensor, count: int) -> TensorDataset:
