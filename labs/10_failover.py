@@ -31,7 +31,7 @@ import time
 
 from labkit import Spec, check, excerpt, guess, pictures, place, run, show
 
-failures = pictures.launching
+failures = pictures.failures
 HERE = place(2)
 SAVING = {**HERE, "workload": "mlp", "batch_size": 128, "scaling": "strong", "samples": 12_800, "save_every": 50}
 print(HERE)

@@ -64,7 +64,7 @@ for name in ("1M", "100M", "1B", "7B"):
 # stage 3 (FSDP) also the parameters. By formula, for 3B parameters on four devices with 24 GB each:
 
 # %%
-pictures.sharding.states(3e9, devices=4, memory=24e9)
+pictures.fit.states(3e9, devices=4, memory=24e9)
 
 # %% [markdown]
 # ## Formula versus run

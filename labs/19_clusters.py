@@ -53,10 +53,10 @@ from labkit import advise, atlas, check, on_trial, pictures
 # which links tensor parallelism uses within the nodes, and data parallelism across them:
 
 # %%
-pictures.links.rails({"dp": 2, "tp": 8}, "tp")
+pictures.nodes.rails({"dp": 2, "tp": 8}, "tp")
 
 # %%
-pictures.links.rails({"dp": 2, "tp": 8}, "dp")
+pictures.nodes.rails({"dp": 2, "tp": 8}, "dp")
 
 # %% [markdown]
 # **Try it:** `{"tp": 16}`, along `tp`. How many of the NICs are in use?
@@ -126,13 +126,13 @@ pictures.links.bus(machine="h100x8", devices=64)
 # An all-reduce can also work in **two levels**, so that each byte between nodes is already a sum over a node:
 
 # %%
-pictures.links.two_level(nodes=2, per_node=4)
+pictures.nodes.two_level(nodes=2, per_node=4)
 
 # %% [markdown]
 # **Predict:** what does the busiest rank send to other nodes, compared with one ring around all eight ranks?
 
 # %%
-pictures.links.all_reduces(nodes=2, per_node=4)
+pictures.nodes.all_reduces(nodes=2, per_node=4)
 
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>

@@ -41,7 +41,7 @@ from labkit import advise, check, guess, pictures, run, starter
 # the three has to do something in a restart, and which must do something if the others just go on?
 
 # %%
-pictures.launching.recovery(replicas=3)
+pictures.failures.recovery(replicas=3)
 
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 TOPICS = (
-    "batch_size", "collectives", "context_parallel", "data_parallel", "expert_parallel", "input_pipeline", "launching",
-    "links", "mesh", "pipeline", "precision", "roofline", "sharding", "tensor_parallel",
+    "batch_size", "collectives", "context_parallel", "data_parallel", "expert_parallel", "failures", "fit",
+    "input_pipeline", "launching", "links", "mesh", "nodes", "pipeline", "precision", "roofline", "sharding",
+    "tensor_parallel",
 )  # fmt: skip
+_DRAWN_WITH = {"failures": "launching", "fit": "sharding", "nodes": "links"}  # topics in the module of another one
 
 
 def atlas(*, by: str = "model", **wanted: Any) -> go.Figure:
@@ -33,7 +35,7 @@ def atlas(*, by: str = "model", **wanted: Any) -> go.Figure:
 def __getattr__(name: str) -> ModuleType:
     if name not in TOPICS:
         raise AttributeError(f"there are no pictures of {name!r}; the topics are {', '.join(TOPICS)}")
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f"{__name__}.{_DRAWN_WITH.get(name, name)}")
 
 
 def __dir__() -> list[str]:
