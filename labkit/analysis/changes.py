@@ -234,7 +234,7 @@ def _step_changes(before: str, old: RunState, after: str, new: RunState, ranks: 
     of_old, of_new = ({rank: usual(state.ranks[rank]) for rank in ranks} for state in (old, new))
     by_rank = {rank: _compared(_parts, of_old[rank], of_new[rank]) for rank in ranks}
     all_old, all_new = ([*chain.from_iterable(of_run.values())] for of_run in (of_old, of_new))
-    numbers = sorted({one.step for one in all_old} & {one.step for one in all_new})
+    numbers = sorted({timeline.step for timeline in all_old} & {timeline.step for timeline in all_new})
     steps = []
     for number in numbers:
         then, now = (
