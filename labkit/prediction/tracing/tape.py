@@ -510,13 +510,15 @@ def _name(func: Any) -> str:
 
 
 def _has_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation is on integers with data only, or makes them."""
+    """Whether an operation is on integers with data only, or makes them; `torch.load` makes some without data."""
     given = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)]
     if given:
         return all(
             type(tensor) is torch.Tensor and tensor.dtype in _NUMBERS and tensor.device.type == "cpu"
             for tensor in given
         )
+    if kwargs.get("device") == torch.device("meta"):
+        return False
     return SCHEMA.of(func).name.startswith(_INDICES) or kwargs.get("dtype") in _NUMBERS
 
 
