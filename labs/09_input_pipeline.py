@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from labkit import Spec, check, excerpt, guess, pictures, place, run, show, starter, write_script
+from labkit import Spec, check, diff_scripts, excerpt, guess, pictures, place, run, show, starter, write_script
 
 HERE = place(2)
 print(HERE)
@@ -39,11 +39,11 @@ print(HERE)
 # %% [markdown]
 # ## Where a batch comes from
 #
-# This is the function `load` of the script that the next runs use. Each rank calls it, so each rank has its own data
-# loader.
+# These are the lines that change in the script when two workers load the data. Each rank executes them, so each rank has
+# its own data loader.
 
 # %%
-excerpt(Spec(nproc=2, options={"workers": 2}), "load")
+diff_scripts(Spec(nproc=2), Spec(nproc=2, options={"workers": 2}))
 
 # %% [markdown]
 # - `num_workers`: the number of processes that load batches in advance. With 0, the training process loads each batch
