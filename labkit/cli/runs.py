@@ -34,7 +34,7 @@ from labkit.record.state import OVER
 from labkit.runs.handle import with_ranks
 from labkit.setup.limits import ConfigError
 from labkit.setup.machine import Machine
-from labkit.setup.progress import Reading
+from labkit.setup.progress import Progress, Reading
 
 # ---- the command runs
 
@@ -79,7 +79,7 @@ _CODES = {"finished": 0, "failed": 1, "lost": 1, "stopped": 130}
 
 def run(args: argparse.Namespace) -> int:
     """Starts a run and displays it until it is over; Ctrl-C stops the run."""
-    from labkit.launch.job import LaunchError
+    from labkit.launch.job import LaunchError, draw_data, undrawn
     from labkit.runs.handle import Run, exported_live, settle, start, start_node
 
     try:
@@ -91,6 +91,10 @@ def run(args: argparse.Namespace) -> int:
     starting = partial(start_node, spec, node) if node else partial(start, spec)
     if args.specs[0].device == "auto" and (why := Machine.here().unused_cuda):
         print(visible_line(f"labkit: {why}"), file=sys.stderr)
+    if undrawn(spec):
+        with Progress() as progress:
+            progress.step(f"drawing {spec.data}, once on this machine")
+            draw_data(spec)
 
     with interrupts() as interrupted:
         try:

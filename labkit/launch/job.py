@@ -44,6 +44,7 @@ from labkit.record.folder import RunFolder, runs_root
 from labkit.record.follow import current_status, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
 from labkit.record.state import OVER, RunState
 from labkit.setup.limits import Limits, in_force
+from labkit.training.rows import Drawing
 
 # ---- starts the supervisor of a run, warm or cold, and holds the lifeline that ends the run with this process
 
@@ -185,15 +186,26 @@ if hasattr(os, "register_at_fork"):
 # ---- the data of a run that are drawn
 
 
-def draw_data(spec: Spec) -> None:
-    """Draws the data of a Spec into the cache folder, if they are drawn and not there yet, which takes seconds: once on
-    a machine, and then for all ranks of all runs. Raises `SpecError` if it fails."""
+def undrawn(spec: Spec) -> Drawing | None:
+    """What draws the data of a Spec into the cache folder; None if they are there, or are not drawn."""
     drawing = None if spec.script else spec.data_row.drawing(spec.train_samples, spec.options)
     if drawing is None:
+        return None
+    path = _drawn_to(drawing)
+    return None if path.is_file() and path.stat().st_size >= drawing.size else drawing
+
+
+def _drawn_to(drawing: Drawing) -> Path:
+    return user_cache() / "labkit" / drawing.file
+
+
+def draw_data(spec: Spec) -> None:
+    """Draws the data of a Spec if they are missing, which takes seconds: once on a machine, for all ranks of all runs.
+    Raises `SpecError` if it fails."""
+    drawing = undrawn(spec)
+    if drawing is None:
         return
-    path = user_cache() / "labkit" / drawing.file
-    if path.is_file() and path.stat().st_size >= drawing.size:
-        return
+    path = _drawn_to(drawing)
     home = Path(__file__).parents[2]  # where no file of the user can shadow a module
     argv = [sys.executable, "-m", drawing.module, *drawing.arguments]
     try:
