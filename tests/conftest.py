@@ -50,7 +50,7 @@ COLD_IS_SLOW = pytest.mark.parametrize("start", ["warm", pytest.param("cold", ma
 # what --quick leaves out
 LONG = ("browser", "thorough")  # markers
 LAUNCHES = {"bystander", "chromium", "forks", "jupyterlab", "server", "shared_run", "start"}  # fixtures
-CASES = 2  # of a test with many parameters, evenly spread
+CASES = 3  # of a test with many parameters, evenly spread
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
