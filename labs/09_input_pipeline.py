@@ -39,8 +39,8 @@ print(HERE)
 # %% [markdown]
 # ## Where a batch comes from
 #
-# These are the lines that change in the script when two workers load the data. Each rank executes them, so each rank has
-# its own data loader.
+# These are the lines that change in the script when two workers load the data. Each rank executes them, so each rank
+# has its own data loader.
 
 # %%
 diff_scripts(Spec(nproc=2), Spec(nproc=2, options={"workers": 2}))
