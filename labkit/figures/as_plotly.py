@@ -235,7 +235,7 @@ def _labels(of: Axis) -> dict[str, Any]:
 def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Several charts as the traces and the layout of one figure, two in a row."""
     data: list[dict[str, Any]] = []
-    rows = -(-len(several) // 2)
+    rows = max(1, -(-len(several) // 2))
     height, vertical = 280 * rows, {"t": 30, "b": 40}
     unit = 490 / (height - sum(vertical.values()))  # the sizes below are fractions of the area of two rows
     layout: dict[str, Any] = {"annotations": [], "height": height}

@@ -65,8 +65,9 @@ def phases(rows: Sequence[Row]) -> Chart:
 
 
 def charts(rows: Sequence[Row], recorded: Sequence[Row] = ()) -> tuple[Chart, ...]:
-    """All charts, in the order in which they are shown."""
-    return speedup(rows, recorded), phases(rows), memory(rows), sent(rows)
+    """The charts that have something to show, in the order in which they are shown."""
+    drawn = speedup(rows, recorded), phases(rows), memory(rows), sent(rows)
+    return tuple(chart for chart in drawn if any(any(bars.values) for bars in chart.bars))
 
 
 def figure(rows: Sequence[Row], recorded: Sequence[Row] = ()) -> plotly.graph_objects.Figure:
