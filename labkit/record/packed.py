@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import stat
 import tempfile
 import zipfile
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO
 from zlib import error as ZlibError
@@ -15,6 +17,7 @@ from zlib import error as ZlibError
 from labkit.common.arguments import shown
 from labkit.common.files import open_regular, read_regular, user_cache
 from labkit.common.units import counted, size
+from labkit.record.documents import SpecFields, Status, decoded
 from labkit.record.files import is_plain
 
 if TYPE_CHECKING:
@@ -141,6 +144,18 @@ def shipped() -> list[str]:
     return [MARK + path.stem for path in sorted(SHIPPED.glob(f"*{_SUFFIX}"))] if SHIPPED.is_dir() else []
 
 
+@cache
+def shipped_documents(name: str) -> tuple[SpecFields, Status]:
+    """The fields of the Spec and the status of a run that comes with the lab, without unpacking it."""
+    with zipfile.ZipFile(_shipped_zip(name)) as archive:
+        texts = {Path(member).name: archive.read(member) for member in archive.namelist() if member.endswith(".json")}
+    return decoded(json.loads(texts["spec.json"]), SpecFields), decoded(json.loads(texts["status.json"]), Status)
+
+
+def _shipped_zip(name: str) -> Path:
+    return SHIPPED / f"{name.removeprefix(MARK)}{_SUFFIX}"
+
+
 def shipped_like(strategy: str, ranks: int) -> str | None:
     """The run that comes with the lab for a strategy, with as many ranks as possible up to `ranks`, or else the fewest;
     None if there is none."""
@@ -152,7 +167,7 @@ def shipped_like(strategy: str, ranks: int) -> str | None:
 def opened(name: str) -> Path:
     """The run folder in a zip, unpacked to the user's cache; the same zip is unpacked once. Raises `LookupError`, one
     sentence, if there is none."""
-    path = SHIPPED / f"{name.removeprefix(MARK)}{_SUFFIX}" if name.startswith(MARK) else Path(name)
+    path = _shipped_zip(name) if name.startswith(MARK) else Path(name)
     if name.startswith(MARK) and name not in shipped():
         raise LookupError(f"the lab comes with no run {name}; there are: {', '.join(shipped()) or 'none'}")
     place = None

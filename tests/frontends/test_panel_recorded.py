@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from types import SimpleNamespace
 
@@ -109,6 +110,10 @@ def test_a_new_panel_says_what_is_under_way(fake):
 def test_a_run_that_comes_with_the_lab_is_opened(runs, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lab = Lab()
+    lines = {path: line for line, path in lab._recorded.which.options}
+    line, _, where = lines["shipped:ddp-x2"].rpartition(" · ")
+    assert where == "comes with the lab"
+    assert re.fullmatch(r"\d\d \w+ \d\d:\d\d · DDP · CNN, 30 steps · 2 ranks · finished", line)
     lab._recorded.which.value = "shipped:ddp-x2"
     opened(lab)
     assert "DDP: CNN on digits, 2 ranks" in lab._recorded.title.value

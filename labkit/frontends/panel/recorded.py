@@ -29,11 +29,11 @@ from labkit.figures.tables import Explained
 from labkit.frontends.panel import widgets
 from labkit.frontends.panel.widgets import HandshakeWidget, program, sentence_html, state_html
 from labkit.plan.spec import Spec, SpecError
-from labkit.record.documents import SpecFields
+from labkit.record.documents import SpecFields, Status
 from labkit.record.files import NotPlain
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Recording, current_status, is_recorded, recorded_words
-from labkit.record.packed import MARK, shipped, shipped_like
+from labkit.record.packed import shipped, shipped_documents, shipped_like
 from labkit.setup import environment
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
@@ -178,12 +178,6 @@ def what(folder: RunFolder) -> str:
     return f"{what}{on}, {_ranks(asked)}"
 
 
-def _shipped_label(name: str) -> str:
-    """A line for a run that comes with the lab: `comes with the lab · DDP · 2 ranks`."""
-    strategy, _, ranks = name.removeprefix(MARK).rpartition("-x")
-    return f"comes with the lab · {STRATEGIES[strategy].title} · {counted(int(ranks), 'rank')}"
-
-
 def _told_apart(options: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """The options, with the name of the run where several have the same line."""
     counts = Counter(line for line, _ in options)
@@ -194,10 +188,18 @@ def label(folder: RunFolder) -> str:
     """A line for a list of runs: `03 Mar 14:05 · DDP · CNN, 40 steps · 2 ranks · finished`."""
     if why := folder.trouble():
         return visible_line(f"{folder.name} · unreadable: {why}")
-    asked, status = folder.read_spec(), current_status(folder)
-    when = time.strftime("%d %b %H:%M", time.localtime(status.started)) if status.started else folder.name
+    return _line(folder.name, folder.read_spec(), current_status(folder))
+
+
+def _shipped_label(name: str) -> str:
+    """A line for a run that comes with the lab, which is not unpacked for it: as `label`, and where it comes from."""
+    return f"{_line(name, *shipped_documents(name))} · comes with the lab"
+
+
+def _line(name: str, asked: SpecFields, status: Status) -> str:
+    when = time.strftime("%d %b %H:%M", time.localtime(status.started)) if status.started else name
     strategy = STRATEGIES.get(asked.strategy)
-    what = strategy.title if strategy else Path(str(asked.script or folder.name)).name
+    what = strategy.title if strategy else Path(str(asked.script or name)).name
     workload = WORKLOADS.get(asked.workload)
     trained = [workload.title.partition(":")[0]] if workload else []
     trained += [f"{asked.steps} steps"] if asked.steps else []
