@@ -184,9 +184,9 @@ def test_an_operation_that_the_backend_lacks_is_left_out_with_its_reason(monkeyp
 
 
 @LINUX
-def test_ranks_die_with_a_doctor_that_is_killed(cache):
+def test_ranks_die_with_a_doctor_that_is_killed(cache, tmp_path):
     code = "from labkit.runs.calibration import calibrate, plan; calibrate(plan(2), seconds=300.0)"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}  # it cannot remove its files
     started = subprocess.Popen([sys.executable, "-c", code], env=environment)
     try:
         wait_until(lambda: len(ranks_of(psutil.Process(started.pid))) == 2)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from weaving import TORCHRUN
+
 SCRIPTS = Path(__file__).with_name("scripts")
 
 
@@ -20,8 +22,8 @@ def test_torch_sees_two_gpus_and_trains_on_one():
 
 
 def test_nccl_collectives_have_values(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run([*command, SCRIPTS / "collectives.py", tmp_path], check=True, capture_output=True)
+    command = [*TORCHRUN, "--nproc-per-node=2", SCRIPTS / "collectives.py", tmp_path]
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for rank, seen in enumerate(ranks):
         assert seen["all_reduce"] == [3.0] * 4

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import warm_run
+from weaving import TORCHRUN
 
 from labkit.record.events import Input
 
@@ -40,10 +40,10 @@ def counted(output: str) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[list[int]]:
+def alone(tmp_path_factory) -> list[list[int]]:
     """The counts of the script without the probe."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
-    return counted(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    command, folder = [*TORCHRUN, "--nproc-per-node=2", str(SCRIPT)], tmp_path_factory.mktemp("alone")
+    return counted(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, cwd=folder).stdout)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from labkit.runs.handle import Run
 
 RECORDER = HELPERS / "recorder.py"
 EXCHANGE = SCRIPTS / "exchange.py"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--log-dir=torchrun")
 
 
 def run_alone(argv: list[str], folder: Path, seconds: float = 600, environment: Mapping[str, str] | None = None) -> str:

@@ -19,6 +19,7 @@ from labkit.common.files import NotOurs, create, runtime_folder
 from labkit.common.processes import TAG, members, of_folder, tagged, watchdog_tag
 from labkit.launch import watchdog
 from labkit.launch.job import Job
+from labkit.launch.warm import client
 from labkit.record.folder import RunFolder
 from labkit.record.follow import current_status
 
@@ -126,6 +127,9 @@ def test_nothing_is_left_when_a_supervisor_is_killed(victims, detached, begin, s
     assert status.state == summary.state == "failed"
     assert status.message == f"its supervisor (pid {status.supervisor.pid}) was killed, which ended the run"
     assert run.folder.end_of(run.folder.supervisor_log) == ""
+    if start == "warm":
+        said = f"process {status.supervisor.pid}, a supervisor or a tracer, was ended by signal {signal.SIGKILL:d}"
+        wait_until(lambda: said in client.server_log().read_text())
 
 
 @LINUX

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
 from folded import events_in
 from places import SCRIPTS
+from weaving import TORCHRUN
 
 from labkit.runs import handle
 from labkit.setup.environment import CLONE
@@ -81,9 +81,10 @@ SLOW = [
 
 
 @pytest.mark.parametrize("case", SLOW, ids=lambda case: case.script)
-def test_integrations_do_nothing_without_the_lab(case, tmp_path):
+def test_integrations_do_nothing_without_the_lab(case, tmp_path, tmp_path_factory):
     """Under torchrun itself, with labkit on the path only."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    logs = tmp_path_factory.mktemp("logs")
+    command = [*TORCHRUN, "--nproc-per-node=2", f"--log-dir={logs}"]
     done = subprocess.run(
         [*command, str(FRAMEWORKS / case.script)],
         cwd=tmp_path,

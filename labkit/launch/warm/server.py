@@ -164,10 +164,15 @@ def _wake_on_child() -> int:
 
 
 def _reap(wakes: int) -> None:
+    """Reaps children that have ended. One that a signal ended could not say so itself, so the server's log does."""
     os.read(wakes, 4096)
     with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            if os.WIFSIGNALED(status):
+                print(f"process {pid}, a supervisor or a tracer, was ended by signal {os.WTERMSIG(status)}")
 
 
 def _refuse(reason: str) -> None:

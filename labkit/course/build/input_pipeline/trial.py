@@ -31,6 +31,7 @@ import torch
 from labkit.course.build.input_pipeline.task import OBSERVED, STATE, TASK, digests
 from labkit.course.build.ranks.entry import code_of, raised_line
 from labkit.course.build.ranks.rules import BY_ANSWER, is_caused
+from labkit.probe.__main__ import use_temporary_folder
 
 _PATIENCE = 30.0  # seconds without a message of any rank
 _PAUSE = 0.01  # seconds between two looks at workers
@@ -64,6 +65,7 @@ def run_loader(source: str, answer: str, folder: str) -> None:
     """Makes the runs of `TASK` with the class `answer` of the script `source`, until one fails; writes what was
     observed."""
     task = json.loads((Path(folder) / TASK).read_text(encoding="utf-8"))
+    use_temporary_folder(folder)  # workers are killed, and leave their sockets
     multiprocessing.set_start_method("fork", force=True)  # a hook follows a fork, and the class needs no pickling
     runs: list[list[list[Said]]] = []
     states: list[Any] = []

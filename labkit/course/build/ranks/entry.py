@@ -19,6 +19,7 @@ import json
 import linecache
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -171,6 +172,7 @@ def run_answer(source: str, module: str, trial: str, answer: str, folder: str, p
     where it waits and exits; an answer that raises ends its rank with exit code 1.
     """
     began = time.process_time()
+    tempfile.tempdir = folder  # its files are removed with it, also if this rank is killed
     torch.set_num_threads(1)  # the ranks share the cores
     _return_freed_memory()
     dist.init_process_group("gloo")
