@@ -39,7 +39,7 @@ def test_two_nodes_train_as_one_machine_and_are_gathered(shared_run, tmp_path, c
     assert [node.wait(300).state.words for node in nodes] == ["finished", "finished"]
     assert [len(node.state.ranks) for node in nodes] == [2, 2]
     assert [node.state.step for node in nodes] == [4, 4]
-    hosts = dict.fromkeys("0123", socket.gethostname())
+    hosts = dict.fromkeys(range(4), socket.gethostname())
     assert [event.hosts for node in nodes for event in node.state.nodes] == [hosts, hosts]
     assert not [finding for node in nodes for finding in node.findings() if finding.name == "not_there"]
     whole = tmp_path / "whole"
