@@ -60,4 +60,7 @@ def wrap_stage(stage: nn.Sequential, device: torch.device) -> nn.Module:
     options["find_unused_parameters"] = True
     if BUCKET_MB:
         options["bucket_cap_mb"] = BUCKET_MB
-    return DistributedDataParallel(stage.to(device), **options)
+    replica = DistributedDataParallel(stage.to(device), **options)
+    # PipelineStage asks for it in the last backward; nor must the pass that infers the shapes.
+    replica.require_backward_grad_sync = False
+    return replica
