@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.finding import Finding
 from labkit.common.units import counted, ranks_in_words
-from labkit.record.events import Batch, DividedData, Epoch, Evaluation, GatheredOnce, Input, Loader
+from labkit.record.events import Batch, DividedData, Epoch, Evaluation, GatheredOnce, Input, Loaded, Loader
 from labkit.record.ranks import PEER_GONE
 from labkit.record.state import per_revision
 
@@ -24,6 +24,8 @@ _APART = 1e-6  # difference of replicas, as a share of their absolute values, th
 _UNLIKE_FACTORS = 1e-2  # relative difference of factors for gradients
 # and of weights of elements: texts of random lengths differ by less, now on one rank, now on another
 _UNLIKE_WEIGHTS = 0.2
+_NO_RATE = 1e-6  # of the largest learning rate, which changes no parameter
+_TAIL = 0.1  # share of the steps that a schedule does not end before
 _LOOKS = 3  # looks that must agree
 _DRAWN = 5  # and for random numbers
 _MOST = 0.9  # share of looks, or of tensors, that counts as all of them
@@ -100,13 +102,15 @@ def nothing_sent(state: RunState) -> Iterator[Finding]:
             f"the forward goes around {model.name}: the script calls the model inside, and the gradients of such a "
             "forward are not all-reduced"
             if around and model
-            else "backward ran without a synchronisation, such as in no_sync(), or no line sends the gradients"
+            else "the gradients were computed without a synchronisation, such as in no_sync() or by "
+            "torch.autograd.grad, which DDP does not follow, or no line sends them"
         ),
         fix=(
             f"call the {model.name} itself, such as model(x), instead of model.module or its methods, and compute the "
             "loss from its output"
             if around and model
-            else "leave no_sync() for the last micro-batch of each step, or wrap the model in DistributedDataParallel"
+            else "leave no_sync() for the last micro-batch of each step, compute gradients by loss.backward(), or wrap the"
+            " model in DistributedDataParallel"
         ),
         ranks=tuple(rank.rank for rank in ranks),
     )
@@ -503,8 +507,10 @@ def _drift_by_hand(ranks: list[RankState], everything: bool) -> tuple[str, str, 
         return (
             "the replicas",
             f"{shared:,.0f} bytes are all-reduced per step, as many as the gradients have, but the optimizer does not"
-            " use the result: it is a copy, such as of flatten, cat or .to()",
-            "copy the result back into parameter.grad (copy_) before step(), or all-reduce parameter.grad itself",
+            " use the result: it is a copy, such as of flatten, cat or .to(), or it is not there yet, as with"
+            " async_op=True and no wait()",
+            "copy the result back into parameter.grad (copy_) before step(), or all-reduce parameter.grad itself, and"
+            " call wait() of each asynchronous one",
         )
     if not everything and shared:
         return (
@@ -659,6 +665,49 @@ def _why_no_effect(rank: RankState) -> tuple[str, str]:
     )
 
 
+def schedule_over(state: RunState) -> Iterator[Finding]:
+    """A learning rate that has become 0, or next to it, long before the training ends."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    tails = [_without_rate(rank) for rank in ranks]
+    known = [tail for tail in tails if tail is not None]
+    if not known or len(known) < len(ranks):
+        return
+    before, first, last = known[0]
+    highest = max(map(_rate, _in_steps(ranks[0])))
+    yield Finding(
+        name="schedule_over",
+        kind="wrong",
+        title=f"the learning rate is {_rate(first):.2g} from step {first.step} on, of {last.step} steps",
+        evidence=f"{highest:.3g} at most, {_rate(before):.3g} in step {before.step}, and at most {_rate(first):.2g} in "
+        f"all steps from {first.step} to {last.step}, on "
+        f"{ranks_in_words([rank.rank for rank in ranks], state.world_size)}",
+        cause="the schedule ends before the training: it is shorter, or advances several times per step, as the "
+        "scheduler that accelerate prepares does once per rank, or in every step although it counts epochs",
+        fix="make the schedule as long as the optimizer steps of the run, times the ranks for a scheduler from "
+        "accelerate's prepare(); call step() of one that counts epochs once per epoch",
+        ranks=tuple(rank.rank for rank in ranks),
+    )
+
+
+def _rate(look: Look) -> float:
+    """The largest learning rate of the optimizers."""
+    return max((value for name, value in look.settings.items() if name.split()[0] == "lr"), default=0.0)
+
+
+def _without_rate(rank: RankState) -> tuple[Look, Look, Look] | None:
+    """The last look with a learning rate, the first one without, and the last one of the run; None if there is a rate,
+    or has been until shortly before."""
+    looks = [look for look in rank.looks if look.step and len(look.sums) == len(_tensors(rank))]
+    highest = max(map(_rate, looks), default=0.0)
+    used = max((number for number, look in enumerate(looks) if _rate(look) > _NO_RATE * highest), default=-1)
+    if used < 0 or used + 2 >= len(looks):
+        return None
+    before, first, last = looks[used], looks[used + 1], looks[-1]
+    steps = last.step - first.step
+    nothing = last.rates - first.rates <= _NO_RATE * highest * steps
+    return (before, first, last) if nothing and steps >= max(_LOOKS, _TAIL * last.step) else None
+
+
 def no_update(state: RunState) -> Iterator[Finding]:
     """Parameters that get gradients, and that no optimizer holds."""
     ranks = [rank for rank in state.ranks.values() if _trained(rank)]
@@ -778,6 +827,62 @@ def clipped_scaled(state: RunState) -> Iterator[Finding]:
         )
 
 
+def clipped_late(state: RunState) -> Iterator[Finding]:
+    """Gradients that are clipped when the optimizer has already used them."""
+    found = _in_all_looks(state, lambda look: look.late, first=2)
+    if found:
+        yield Finding(
+            name="clipped_late",
+            kind="wrong",
+            title="gradients are clipped after the step that used them",
+            evidence=f"the gradients were clipped between step() and the next backward, {_where(state, found)}",
+            cause="the optimizer has used the gradients as they were before, so the limit has no effect",
+            fix="call clip_grad_norm_ between backward and optimizer.step()",
+            ranks=tuple(rank.rank for rank in found),
+        )
+
+
+def dropped_micro_batches(state: RunState) -> Iterator[Finding]:
+    """Gradients of micro-batches that are reset before the optimizer uses them."""
+    found = _in_all_looks(state, lambda look: look.dropped is not None and look.clipped is not None, first=2)
+    if found:
+        dropped, backwards = _in_steps(found[0])[-1].dropped or (0, 0)
+        yield Finding(
+            name="dropped_micro_batches",
+            kind="wrong",
+            title=f"{dropped} of {backwards} micro-batches have no effect in each step",
+            evidence=f"gradients were reset {counted(dropped, 'time')} between the {backwards} backward calls of a "
+            f"step, {_where(state, found)}",
+            cause="the gradients are reset before each backward, so the step uses those of the last micro-batch only",
+            fix="call optimizer.zero_grad() once per step(), before the first backward or after step()",
+            ranks=tuple(rank.rank for rank in found),
+        )
+
+
+def nothing_loaded(state: RunState) -> Iterator[Finding]:
+    """A state dict of which no tensor has a name that the model has."""
+    for rank in state.ranks.values():
+        loads = rank.seen(Loaded)
+        filled = {load.name for load in loads if load.used}
+        for load in loads:
+            if not load.tensors or load.missing is None or load.unexpected is None or load.name in filled:
+                continue
+            yield Finding(
+                name="nothing_loaded",
+                kind="wrong",
+                title=f"load_state_dict loaded none of {counted(load.tensors, 'tensor')} into {load.name}",
+                evidence=f"rank {rank.rank}: no name is known to the model, such as {load.unexpected}; the model has "
+                f"{load.missing}",
+                cause="with strict=False, names that do not match are left out without an error, so the model keeps "
+                "the weights that it had; a wrapper adds a prefix to every name (module. by DDP, _orig_mod. by "
+                "torch.compile)",
+                fix="make the names equal, such as by key.removeprefix('module.'), and leave out strict=False, or "
+                "check the missing_keys that it returns",
+                ranks=tuple(sorted(state.ranks)),
+            )
+            return
+
+
 def normalised_twice(state: RunState) -> Iterator[Finding]:
     """A loss function that gets probabilities, and takes them for logits."""
     found = _in_all_looks(state, lambda look: look.twice is not None)
@@ -890,6 +995,27 @@ def unlike_data(state: RunState) -> Iterator[Finding]:
                 else "use the same seed on all ranks: random_split(data, lengths, torch.Generator().manual_seed(0))"
             ),
             ranks=tuple(part.rank for part in sets),
+        )
+        return
+
+
+def divided_twice(state: RunState) -> Iterator[Finding]:
+    """Data that a DistributedSampler and a library both divide among the ranks, so that a part is never used."""
+    for rank in state.ranks.values():
+        loader = next((loader for loader in rank.seen(Loader) if loader.parts > state.world_size), None)
+        if loader is None:
+            continue
+        yield Finding(
+            name="divided_twice",
+            kind="wrong",
+            title=f"each of {state.world_size} ranks gets 1 of {loader.parts} parts of the data set",
+            evidence=f"rank {rank.rank}: a DistributedSampler divides the data, and the batch sampler of accelerate "
+            "divides its part again",
+            cause="prepare() divides what the loader returns, so the samples in the other "
+            f"{loader.parts - state.world_size} parts are used by no rank in this epoch",
+            fix="pass a DataLoader with shuffle=True and without a DistributedSampler to prepare(), or do not prepare "
+            "the loader",
+            ranks=tuple(sorted(state.ranks)),
         )
         return
 
@@ -1032,6 +1158,40 @@ def unequal_micro_batches(state: RunState) -> Iterator[Finding]:
 def _is_unequal(look: Look) -> bool:
     (least, _), (most, _) = look.least or (0, 0), look.most or (0, 0)
     return 0 < least < (1 - _UNLIKE_WEIGHTS) * most and math.isfinite(most)
+
+
+def experts_replaced(state: RunState) -> Iterator[Finding]:
+    """Experts of expert parallelism that DDP replaced by those of its first rank."""
+    for ranks, ddp in _replicas(state):
+        sends = all(rank.traffic and "all_to_all" in rank.traffic.ops for rank in ranks)
+        wrapped = [rank.wrapped[0] for rank in ranks if rank.wrapped]
+        if ddp is None or not sends or len(wrapped) < len(ranks) or len({tuple(model.names) for model in wrapped}) > 1:
+            continue
+        tensors = {tensor.name: number for number, tensor in enumerate(_tensors(ranks[0]))}
+        values = {
+            tensors[name]: set(sums)
+            for name, *sums in zip(wrapped[0].names, *(model.sums for model in wrapped))
+            if name in tensors
+        }
+        own = [number for number, sums in values.items() if len(sums) == len(ranks)]
+        alike = [number for number in _matrices(ranks[0]) if len(values.get(number, ())) == 1]
+        if not own or not alike or _apart(ranks, 0, set(own)):
+            continue
+        yield Finding(
+            name="experts_replaced",
+            kind="wrong",
+            title=f"DDP replaced {_parameters(_called(ranks[0], own))} of the other ranks by those of rank "
+            f"{ranks[0].rank}",
+            evidence=f"they differed between {ranks_in_words([rank.rank for rank in ranks])} before "
+            f"DistributedDataParallel(model), unlike {_parameters(_called(ranks[0], alike))}, and are equal since; the "
+            "ranks exchange samples by all-to-all in each step",
+            cause="each rank has experts of its own, but DDP takes all parameters for replicas: it sends those of its "
+            "first rank, and averages the gradients of different experts",
+            fix="leave the experts out: DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names) "
+            "before DDP is made, or wrap the other modules only; average the gradients of an expert only over "
+            "ranks that hold the same one",
+            ranks=tuple(rank.rank for rank in ranks),
+        )
 
 
 def clipped_first(state: RunState) -> Iterator[Finding]:
@@ -1335,16 +1495,22 @@ RULES = (
     nothing_sent,
     replicas_differ,
     tied_apart,
+    experts_replaced,
     no_effect,
+    schedule_over,
     no_update,
     no_gradient,
     gradients_kept,
     stays_in_evaluation,
     clipped_scaled,
+    clipped_late,
+    dropped_micro_batches,
+    nothing_loaded,
     normalised_twice,
     repeated_stream,
     same_random,
     unlike_data,
+    divided_twice,
     unlike_order,
     evaluated_twice,
     unequal_weights,
