@@ -100,6 +100,7 @@ class Looks:
         self._launched = int(os.environ.get("WORLD_SIZE") or 1)
         self._wrappers: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()  # as made
         self._tracked: tuple[list[bool], list[Any]] | None = None
+        self._sharded: set[int] = set()  # the numbers of the models that are sharded
         self._due, self._every = 1, _EVERY
         self._began = self._spent = self._spent_before = 0.0
         self._since, self._over, self._ordered = 0, False, False
@@ -308,11 +309,11 @@ class Looks:
     def _write_between(self) -> None:
         if self._watch.memory_is_profiled or self._profiles():
             return
-        if self._wrappers or any(map(_is_sharded, self._models())):
-            self._between = 0
-            return
         tensors = self._tensors()
         self._track(tensors)
+        if self._wrappers or (self._sharded and not self._whole(tensors)):
+            self._between = 0
+            return
         sums = self._sums([tensor for *_, tensor in tensors])
         if sums is not None:
             step, self._between = self._watch.finished, self._between - 1
@@ -471,6 +472,7 @@ class Looks:
             "settings": self._settings(),
             "rates": self._rates,
             "calls": _calls() if group else {},
+            "whole": self._whole(tensors),
         }
         sums = self._sums([tensor for *_, tensor in tensors])
         if sums is None:
@@ -566,7 +568,17 @@ class Looks:
                     "sharded": _is_sharded(model),
                 }
             )
+        self._sharded = {number for number, model in enumerate(models) if model["sharded"]}
         self._journal.write("tracked", models=models, tensors=names)
+
+    def _whole(self, tensors: list[Any]) -> list[int]:
+        """The numbers of those tensors of sharded models that the rank holds as a whole, as plain ones or on a mesh of
+        one rank."""
+        return [
+            number
+            for number, (model, _, _, tensor) in enumerate(tensors)
+            if model in self._sharded and (not hasattr(tensor, "placements") or tensor.device_mesh.size() == 1)
+        ]
 
     def _sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Two numbers for each tensor, in one tensor on the device of the first one; None if nothing may be read."""

@@ -462,12 +462,12 @@ class Look(OfRank, tag_field="kind", tag="look"):
     `no_sync`. `kept`: gradients of the step before were neither reset nor replaced. `evaluating`: a model with dropout
     or batch norm trains after `eval()`. `scaled`: gradients were clipped before a GradScaler divided them by its scale.
     `twice`: the loss function, and what the model computed before it although the loss computes it. `order` are the
-    tracked parameters in the order in which an optimizer holds them, if it is another one. `late`: gradients were
-    clipped after the step before had used them. `dropped`: how many of the gradients of so many micro-batches were
-    reset before the next one. `used` are the two sums over
-    all gradients as the optimizer used them. `norm` is what `clip_grad_norm_` found, and its limit. `calls` is the
-    number of collectives of each group since the group was made, by the group's id. `spent` is what all looks before
-    this one have taken of the rank's time."""
+    tracked parameters in the order in which an optimizer holds them, if it is another one. `whole` are the tracked
+    tensors of sharded models that are not sharded themselves. `late`: gradients were clipped after the step before
+    had used them. `dropped`: how many of the gradients of so many micro-batches were reset before the next one.
+    `used` are the two sums over all gradients as the optimizer used them. `norm` is what `clip_grad_norm_` found,
+    and its limit. `calls` is the number of collectives of each group since the group was made, by the group's id.
+    `spent` is what all looks before this one have taken of the rank's time."""
 
     step: Count
     sums: Annotated[list[tuple[float, float]], Meta(max_length=10_000)]
@@ -493,6 +493,7 @@ class Look(OfRank, tag_field="kind", tag="look"):
     kept: bool = False
     evaluating: bool = False
     scaled: bool = False
+    whole: Annotated[list[Count], Meta(max_length=10_000)] = []
     late: bool = False
     dropped: tuple[Count, Count] | None = None
     twice: tuple[Name, Name] | None = None

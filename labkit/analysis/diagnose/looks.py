@@ -109,8 +109,8 @@ def nothing_sent(state: RunState) -> Iterator[Finding]:
             f"call the {model.name} itself, such as model(x), instead of model.module or its methods, and compute the "
             "loss from its output"
             if around and model
-            else "leave no_sync() for the last micro-batch of each step, compute gradients by loss.backward(), or wrap the"
-            " model in DistributedDataParallel"
+            else "leave no_sync() for the last micro-batch of each step, compute gradients by loss.backward(), or wrap"
+            " the model in DistributedDataParallel"
         ),
         ranks=tuple(rank.rank for rank in ranks),
     )
@@ -143,6 +143,43 @@ def replicas_differ(state: RunState) -> Iterator[Finding]:
             and (found := _parting(ranks, buffers))
         ):
             yield _drifted(ranks, *found, *_own_buffers(ddp))
+    yield from _beside_shards(state)
+
+
+def _beside_shards(state: RunState) -> Iterator[Finding]:
+    """Tensors of a sharded model that are not sharded, and that each rank changes in its own way."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    models = [model for rank in ranks for model in _models(rank)]
+    operations = {name for rank in ranks if rank.traffic for name in rank.traffic.ops}
+    fsdp = all(model.sharded and model.name.startswith("FSDP") for model in models)
+    if state.asked or len(ranks) < 2 or not fsdp or operations & {"send", "all_to_all"}:
+        return
+    if not _alike(ranks) or not _separate(ranks, known=True):
+        return
+    whole = set.intersection(*(set(look.whole) for rank in ranks for look in rank.looks))
+    parameters, buffers = (_names(ranks[0], role) & whole for role in ("parameter", "buffer"))
+    if not _averaged(ranks, parameters) and (found := _parting(ranks, parameters)):
+        everything = parameters == _names(ranks[0], "parameter")
+        yield _drifted(ranks, *found, *(_mesh_of_one() if everything else _left_out()))
+    elif not _averaged(ranks, buffers) and (found := _parting(ranks, buffers)):
+        yield _drifted(ranks, *found, *_own_buffers(None))
+
+
+def _mesh_of_one() -> tuple[str, str, str]:
+    return (
+        "the replicas",
+        "fully_shard got a mesh of one rank, so gradients are averaged over that rank only",
+        "pass fully_shard the mesh of the ranks that divide the samples, of which a mesh of two dimensions names first "
+        "those that replicate",
+    )
+
+
+def _left_out() -> tuple[str, str, str]:
+    return (
+        "some parameters",
+        "fully_shard does not manage them (ignored_params), and nothing else averages their gradients",
+        "leave them to fully_shard, or all-reduce their gradients before step()",
+    )
 
 
 @dataclass(frozen=True)
@@ -677,9 +714,9 @@ def schedule_over(state: RunState) -> Iterator[Finding]:
     yield Finding(
         name="schedule_over",
         kind="wrong",
-        title=f"the learning rate is {_rate(first):.2g} from step {first.step} on, of {last.step} steps",
+        title=f"the learning rate is {_rate(first):.2g} from step {first.step} on",
         evidence=f"{highest:.3g} at most, {_rate(before):.3g} in step {before.step}, and at most {_rate(first):.2g} in "
-        f"all steps from {first.step} to {last.step}, on "
+        f"steps {first.step} to {last.step}, on "
         f"{ranks_in_words([rank.rank for rank in ranks], state.world_size)}",
         cause="the schedule ends before the training: it is shorter, or advances several times per step, as the "
         "scheduler that accelerate prepares does once per rank, or in every step although it counts epochs",
@@ -843,9 +880,11 @@ def clipped_late(state: RunState) -> Iterator[Finding]:
 
 
 def dropped_micro_batches(state: RunState) -> Iterator[Finding]:
-    """Gradients of micro-batches that are reset before the optimizer uses them."""
-    found = _in_all_looks(state, lambda look: look.dropped is not None and look.clipped is not None, first=2)
-    if found:
+    """Gradients of micro-batches that are reset before the optimizer uses them, unless the script collects them first,
+    so that it uses others than those of the last micro-batch."""
+    found = _in_all_looks(state, lambda look: look.dropped is not None, first=2)
+    used = [look for rank in found for look in _in_steps(rank) if look.used]
+    if found and used and all(look.clipped is not None for look in used):
         dropped, backwards = _in_steps(found[0])[-1].dropped or (0, 0)
         yield Finding(
             name="dropped_micro_batches",
@@ -1187,9 +1226,9 @@ def experts_replaced(state: RunState) -> Iterator[Finding]:
             "ranks exchange samples by all-to-all in each step",
             cause="each rank has experts of its own, but DDP takes all parameters for replicas: it sends those of its "
             "first rank, and averages the gradients of different experts",
-            fix="leave the experts out: DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names) "
-            "before DDP is made, or wrap the other modules only; average the gradients of an expert only over "
-            "ranks that hold the same one",
+            fix="wrap only the other modules, or name the experts before DDP is made: "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names); average the gradients "
+            "of an expert only over ranks that hold the same one",
             ranks=tuple(rank.rank for rank in ranks),
         )
 
