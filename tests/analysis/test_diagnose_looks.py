@@ -47,6 +47,7 @@ HEALTHY = (
     "healthy_micro_batches",
     "healthy_micro_batches_that_are_collected",
     "healthy_schedule",
+    "healthy_tie",
     "healthy_second_attempt",
 )
 # by case: the finding, and what it says
@@ -132,6 +133,7 @@ FOUND: dict[str, tuple[str, ...]] = {
     "tied_table": ("tied_apart", "0.weight on rank 0 and 0.weight on rank 1"),
     "tied_behind_a_layer": ("tied_apart", "0.weight on rank 0 and 1.weight on rank 1"),
     "tied_behind_a_norm": ("tied_apart", "0.weight on rank 0 and 1.weight on rank 1"),
+    "tie_that_is_lost": ("tied_apart", "embedding.weight and head.weight were equal", "deepcopy"),
     "never_synchronised": ("nothing_sent", "without a synchronisation", "the replicas differ"),
     "inner_method": ("nothing_sent", "the forward goes around DistributedDataParallel", "2.bias differ"),
     "group_without_use": ("nothing_sent", "a process group, but nothing is sent"),

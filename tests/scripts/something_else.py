@@ -1800,6 +1800,29 @@ def rate_of_an_epoch_in_each_step():
     train(model, optimizer, each=lambda step: schedule.step())
 
 
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.body, self.head = nn.Embedding(16, 4), nn.Linear(4, 4), nn.Linear(4, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.body(self.embedding((x.abs() * 5).long().clamp(max=15))))[..., 0]
+
+
+@case
+def tie_that_is_lost():
+    model = Language()
+    model.head = copy.deepcopy(model.head)
+    train(ddp(model))
+
+
+@case
+def healthy_tie():
+    train(ddp(Language()))
+
+
 @case
 def healthy_schedule():
     model = ddp()

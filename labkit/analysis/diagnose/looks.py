@@ -3,7 +3,9 @@ of the ranks say about the same step (`probe/looks.py`)."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ _MORE = 64  # bytes that are all-reduced beside gradients: a loss, a few counts
 _SHOWN = 4
 _DEFAULT = "0"  # the id of the default group
 _REPEATING = ("DistributedSampler", "BatchSamplerShard")
+_EMBEDDING = re.compile(r"emb|wte|tok|vocab|shared", re.IGNORECASE)  # in the name of a table
 _SHARING = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
 
 
@@ -310,8 +313,9 @@ def _between(last: int | None, first: int) -> str:
 
 
 def tied_apart(state: RunState) -> Iterator[Finding]:
-    """Copies of one tensor on two stages of a pipeline, such as the table of embeddings and the head."""
+    """Copies of one tensor, such as the table of embeddings and the head, on two stages of a pipeline or in a model."""
     ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    yield from _untied(ranks)
     if not any(rank.traffic and "send" in rank.traffic.ops for rank in ranks):
         return
     for number, rank in enumerate(ranks):
@@ -337,6 +341,35 @@ def tied_apart(state: RunState) -> Iterator[Finding]:
                 fix="all-reduce the sum of both gradients between the two stages before step(), or untie the weights",
                 ranks=(rank.rank, other.rank),
             )
+
+
+def _untied(ranks: list[RankState]) -> Iterator[Finding]:
+    """An embedding and one other matrix of the same model that were equal, and are updated separately."""
+    for rank in ranks[:1]:
+        tensors, matrices = _tensors(rank), _matrices(rank)
+        pairs = [
+            (mine, other)
+            for mine, other in itertools.combinations(matrices, 2)
+            if tensors[mine].model == tensors[other].model and _same(rank, mine, rank, other)
+        ]
+        if len(pairs) != 1 or not any(_EMBEDDING.search(name) for name in _called(rank, pairs[0])):
+            continue  # none, or layers that are copies of each other
+        steps = [look.step for look in _in_steps(rank)]
+        parted = [step for step in steps if not _same(rank, pairs[0][0], rank, pairs[0][1], step)]
+        if len(parted) < max(_LOOKS, len(steps)):
+            continue
+        names = " and ".join(_called(rank, pairs[0]))
+        yield Finding(
+            name="tied_apart",
+            kind="wrong",
+            title=f"{names} were equal at the start, and differ from step {parted[0]} on",
+            evidence=f"shape {tensors[pairs[0][0]].shape}; equal sums before the first step, different ones after "
+            f"{counted(len(parted), 'observed step')}",
+            cause="they are two parameters: a tie is lost by deepcopy of a part, by to_empty() of a model on the meta "
+            "device, or by a new Parameter for one of them",
+            fix="tie them again when the model is complete, and before it is wrapped: head.weight = embedding.weight",
+            ranks=tuple(rank.rank for rank in ranks),
+        )
 
 
 def _matrices(rank: RankState) -> list[int]:
@@ -1212,18 +1245,21 @@ def experts_replaced(state: RunState) -> Iterator[Finding]:
             for name, *sums in zip(wrapped[0].names, *(model.sums for model in wrapped))
             if name in tensors
         }
-        own = [number for number, sums in values.items() if len(sums) == len(ranks)]
         alike = [number for number in _matrices(ranks[0]) if len(values.get(number, ())) == 1]
-        if not own or not alike or _apart(ranks, 0, set(own)):
+        own = [number for number, sums in values.items() if len(sums) > 1]
+        named = [number for number in own if "expert" in _tensors(ranks[0])[number].name.lower()]
+        own = named or (own if alike else [])  # each rank may draw all parameters, to let DDP replace them
+        if not own or _apart(ranks, 0, set(own)):
             continue
+        unlike = f", unlike {_parameters(_called(ranks[0], alike))}" if alike else ""
         yield Finding(
             name="experts_replaced",
             kind="wrong",
             title=f"DDP replaced {_parameters(_called(ranks[0], own))} of the other ranks by those of rank "
             f"{ranks[0].rank}",
             evidence=f"they differed between {ranks_in_words([rank.rank for rank in ranks])} before "
-            f"DistributedDataParallel(model), unlike {_parameters(_called(ranks[0], alike))}, and are equal since; the "
-            "ranks exchange samples by all-to-all in each step",
+            f"DistributedDataParallel(model){unlike}, and are equal since; the ranks exchange samples by all-to-all in "
+            "each step",
             cause="each rank has experts of its own, but DDP takes all parameters for replicas: it sends those of its "
             "first rank, and averages the gradients of different experts",
             fix="wrap only the other modules, or name the experts before DDP is made: "
