@@ -133,6 +133,7 @@ class Looks:
         )
         self._norm: torch.Tensor | None = None  # of the gradients that were clipped last, and the limit
         self._weights: list[tuple[float, float, bool] | None] = []
+        self._losses: set[tuple[str, ...]] = set()  # the last operations before each backward
         self._left: list[torch.Tensor] = []  # sums of gradients that the step began with
 
     @property
@@ -329,6 +330,7 @@ class Looks:
             for name, before in self._drawn.items():
                 if states.get(name) != before:
                     found.setdefault(name, [before, states[name]])
+        self._losses.add(_operations(made_by))
         self._weights.append(self._weigh(_weight_of_one, made_by))
         if twice := self._guard(_normalised_twice, made_by):
             self._step["twice"] = twice
@@ -356,7 +358,8 @@ class Looks:
         self._step["kept"] = kept and self._step.get("kept", True)
         if kept and used is not None and used.left is not None:
             self._left.append(used.left)
-        if used is not None and used.dropped and self._fetched >= self._backwards:
+        alike = self._fetched >= self._backwards and len(self._losses) == 1  # micro-batches
+        if used is not None and used.dropped and alike:
             self._step["dropped"] = (used.dropped, self._backwards)
         self._step["evaluating"] = any(map(_trains_as_in_evaluation, self._watch.models))
         self._step["gradients"] = True
@@ -814,6 +817,15 @@ def _normalised_twice(edge: Edge | None) -> tuple[str, str] | None:
     while node is not None and (_RESHAPED.fullmatch(node.name()) or node.name() == own):
         node = _only_input(node)
     return (loss, function) if node is not None and node.name() == before else None
+
+
+def _operations(edge: Edge | None) -> tuple[str, ...]:
+    """The names of the last operations of a loss, by the first input of each."""
+    node, names = (edge[0] if edge is not None else None), []
+    while node is not None and len(names) < _NODES:
+        names.append(node.name())
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+    return tuple(names)
 
 
 def _only_input(node: Any) -> Any:

@@ -45,6 +45,7 @@ HEALTHY = (
     "healthy_experts",
     "healthy_norm_after_the_step",
     "healthy_micro_batches",
+    "healthy_adversarial_samples",
     "healthy_micro_batches_that_are_collected",
     "healthy_schedule",
     "healthy_tie",

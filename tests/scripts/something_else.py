@@ -1788,6 +1788,21 @@ def healthy_micro_batches():
 
 
 @case
+def healthy_adversarial_samples():
+    """Backward through other samples finds a perturbation; its gradients of the parameters are not used."""
+    model, data = ddp(), some_data()
+    optimizer, loaders = sgd(model), [DataLoader(data, 2, sampler=DistributedSampler(data)) for _ in range(2)]
+    for (x,), (other,) in zip(*loaders):
+        change = torch.full_like(other, 0.1).requires_grad_()
+        (model(other + change) - model(other)).pow(2).sum().backward()
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        (loss + (model(other + change.grad) - model(other)).pow(2).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case
 def healthy_micro_batches_that_are_collected():
     accumulate_batches((0, 1), collect=True)
 
