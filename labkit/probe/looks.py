@@ -62,6 +62,7 @@ _RAREST = 1 << 16  # steps
 _COST = 0.001  # of the time of training, for looks after the early ones
 _TENSORS, _ELEMENTS = 384, 128
 _BETWEEN = 12  # events at most
+_WRAPPED = 4  # models in DDP whose parameters before DDP's broadcast are written
 _GROUPS = 8  # parameter groups of an optimizer whose settings are recorded
 _NODES = 12  # operations between backward's root and the mean of the loss
 _UNSET = re.compile(r"""(?:environ(?:\.get)?\s*[\[(]|getenv\()\s*["']([A-Z][A-Z0-9_]*)["']""")
@@ -75,13 +76,16 @@ _version = TENSOR_VERSION.reader(0)
 class _Gradient:
     """A gradient that an optimizer has used: where it is and its version, whether anything but backward has written it
     since, and whether backward has added to it. `left` are its sums before backward in a step that is looked at:
-    through `grad.data` it can be zeroed without a new version."""
+    through `grad.data` it can be zeroed without a new version. `unused`: backward has added to it, and no optimizer has
+    stepped since; `dropped` counts how often such a gradient was reset."""
 
     parameter: weakref.ref[torch.Tensor]
     place: tuple[int, int] | None
     reset: bool = False
     grown: bool = False
     left: torch.Tensor | None = None
+    unused: bool = False
+    dropped: int = 0
 
 
 class Looks:
@@ -96,6 +100,7 @@ class Looks:
         self._launched = int(os.environ.get("WORLD_SIZE") or 1)
         self._wrappers: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()  # as made
         self._tracked: tuple[list[bool], list[Any]] | None = None
+        self._sharded: set[int] = set()  # the numbers of the models that are sharded
         self._due, self._every = 1, _EVERY
         self._began = self._spent = self._spent_before = 0.0
         self._since, self._over, self._ordered = 0, False, False
@@ -108,6 +113,9 @@ class Looks:
         self._rates = 0.0  # the sum of the learning rates that were used until now
         self._used: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Gradient] = weakref.WeakKeyDictionary()
         self._clips: set[int] = set()  # the ids of the parameters whose gradients were clipped since backward began
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since backward began
+        self._backwards = self._fetched = 0  # in this step
+        self._wrapped = _WRAPPED  # events that are left
         self._late: list[tuple[Any, torch.Tensor, Callable[[list[Any]], None]]] = []
         self._fresh()
         patches.hook("looks", "torch.nn.modules.module.register_module_module_registration_hook", self._registered)
@@ -125,6 +133,7 @@ class Looks:
         )
         self._norm: torch.Tensor | None = None  # of the gradients that were clipped last, and the limit
         self._weights: list[tuple[float, float, bool] | None] = []
+        self._losses: set[tuple[str, ...]] = set()  # the last operations before each backward
         self._left: list[torch.Tensor] = []  # sums of gradients that the step began with
 
     @property
@@ -137,6 +146,17 @@ class Looks:
         probe below DDP's own."""
         if isinstance(module, torch.nn.parallel.DistributedDataParallel) and part is not None:
             self._wrappers[module] = None
+            if self._wrapped:
+                self._wrapped -= 1
+                self._timed(self._look_before_broadcast, part)
+
+    def _look_before_broadcast(self, model: torch.nn.Module) -> None:
+        found = [(name, tensor) for name, role, tensor in _parts(model) if role == "parameter"]
+        found = found[:: math.ceil(len(found) / _TENSORS) or 1]
+        sums = self._sums([tensor for _, tensor in found])
+        if sums is not None:
+            names = [name for name, _ in found]
+            self._soon(sums, lambda rows: self._journal.write("wrapped", names=names, sums=rows))
 
     def _timed(self, function: Callable[..., Any], *args: Any) -> None:
         """Calls a part of a look and adds its time to what looks have taken."""
@@ -155,6 +175,10 @@ class Looks:
         self._begins()
         self.samples_are_there()
 
+    def batch_is_there(self) -> None:
+        """A loader has returned a batch."""
+        self._fetched += 1
+
     def samples_are_there(self) -> None:
         """A batch is requested from a loader, or else a model is called with samples: what is drawn from now on is
         drawn for this rank's samples."""
@@ -164,6 +188,8 @@ class Looks:
     def backward_begins(self, made_by: Edge | None) -> None:
         """Backward begins from a loss that the operation `made_by` computed."""
         self._begins()  # no forward was seen, such as that of a compiled model
+        self._backwards += 1
+        self._stepped.clear()
         if self._used or self._clips:
             self._guard(self._gradients_before)
         if self.now:
@@ -188,6 +214,8 @@ class Looks:
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients are as the optimizer uses them."""
+        for used in self._used.values():
+            used.unused = False
         for group in optimizer.param_groups[:_GROUPS]:
             rate = group.get("lr")
             if type(rate) is float:
@@ -197,6 +225,7 @@ class Looks:
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has used its gradients, and nothing has been added to them since."""
+        self._stepped.add(optimizer)
         if self._watch.finished + 2 >= self._due:  # the next step is looked at, too
             self._guard(self._remember_gradient, optimizer)
 
@@ -215,12 +244,27 @@ class Looks:
             if looks:
                 parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
                 self._clips.update(map(id, parameters))
+            late = looks and self._guard(self._has_stepped, parameters)
             norm = original(parameters, *others, **kwargs)
-            if looks and norm is not None:
-                self._guard(self._keep_norm, norm, others[0] if others else kwargs.get("max_norm"))
+            limit = others[0] if others else kwargs.get("max_norm", kwargs.get("clip_value"))
+            if late and limit != math.inf:
+                self._step["late"] = True
+            elif looks and norm is not None:
+                self._guard(self._keep_norm, norm, limit)
             return norm
 
         return clip
+
+    def _has_stepped(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether optimizers have used all of these gradients already."""
+        done = {
+            id(parameter)
+            for optimizer in self._stepped
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        clipped = [parameter for parameter in parameters if parameter.grad is not None]
+        return bool(clipped) and all(id(parameter) in done for parameter in clipped)
 
     def _keep_norm(self, norm: torch.Tensor, limit: float) -> None:
         if type(norm) is torch.Tensor and not (self._watch.memory_is_profiled or _is_captured()):
@@ -236,8 +280,11 @@ class Looks:
     def _gradients_before(self) -> None:
         self._clips.clear()
         for used in self._used.values():
-            used.reset = used.reset or used.place is None or _place(used.parameter()) != used.place
             parameter = used.parameter()
+            place = _place(parameter)
+            reset = used.place is None or place != used.place
+            used.reset, used.place = used.reset or reset, place
+            used.dropped += reset and used.unused
             if used.reset or used.left is not None or not self.now or self._watch.memory_is_profiled:
                 continue
             if parameter is not None and parameter.grad is not None:
@@ -246,7 +293,8 @@ class Looks:
     def _gradients_after(self) -> None:
         for used in self._used.values():
             place = _place(used.parameter())
-            used.place, used.grown = place, used.grown or place != used.place
+            used.unused = place != used.place
+            used.place, used.grown = place, used.grown or used.unused
 
     def _look_first(self) -> None:
         self._began, self._since = time.perf_counter(), clock.SystemMoment.now().ns
@@ -262,11 +310,11 @@ class Looks:
     def _write_between(self) -> None:
         if self._watch.memory_is_profiled or self._profiles():
             return
-        if self._wrappers or any(map(_is_sharded, self._models())):
-            self._between = 0
-            return
         tensors = self._tensors()
         self._track(tensors)
+        if self._wrappers or (self._sharded and not self._whole(tensors)):
+            self._between = 0
+            return
         sums = self._sums([tensor for *_, tensor in tensors])
         if sums is not None:
             step, self._between = self._watch.finished, self._between - 1
@@ -282,6 +330,7 @@ class Looks:
             for name, before in self._drawn.items():
                 if states.get(name) != before:
                     found.setdefault(name, [before, states[name]])
+        self._losses.add(_operations(made_by))
         self._weights.append(self._weigh(_weight_of_one, made_by))
         if twice := self._guard(_normalised_twice, made_by):
             self._step["twice"] = twice
@@ -309,6 +358,9 @@ class Looks:
         self._step["kept"] = kept and self._step.get("kept", True)
         if kept and used is not None and used.left is not None:
             self._left.append(used.left)
+        alike = self._fetched >= self._backwards and len(self._losses) == 1  # micro-batches
+        if used is not None and used.dropped and alike:
+            self._step["dropped"] = (used.dropped, self._backwards)
         self._step["evaluating"] = any(map(_trains_as_in_evaluation, self._watch.models))
         self._step["gradients"] = True
         self._step["unsynchronised"] = self._unsynchronised
@@ -355,6 +407,7 @@ class Looks:
                 self._used.clear()
         elif self._drawn is not None or self._new_order:
             self._fresh()
+        self._backwards = self._fetched = 0
 
     def _count_calls(self, looked: bool) -> None:
         self._calls_after = _calls()
@@ -422,6 +475,7 @@ class Looks:
             "settings": self._settings(),
             "rates": self._rates,
             "calls": _calls() if group else {},
+            "whole": self._whole(tensors),
         }
         sums = self._sums([tensor for *_, tensor in tensors])
         if sums is None:
@@ -517,7 +571,17 @@ class Looks:
                     "sharded": _is_sharded(model),
                 }
             )
+        self._sharded = {number for number, model in enumerate(models) if model["sharded"]}
         self._journal.write("tracked", models=models, tensors=names)
+
+    def _whole(self, tensors: list[Any]) -> list[int]:
+        """The numbers of those tensors of sharded models that the rank holds as a whole, as plain ones or on a mesh of
+        one rank."""
+        return [
+            number
+            for number, (model, _, _, tensor) in enumerate(tensors)
+            if model in self._sharded and (not hasattr(tensor, "placements") or tensor.device_mesh.size() == 1)
+        ]
 
     def _sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Two numbers for each tensor, in one tensor on the device of the first one; None if nothing may be read."""
@@ -753,6 +817,15 @@ def _normalised_twice(edge: Edge | None) -> tuple[str, str] | None:
     while node is not None and (_RESHAPED.fullmatch(node.name()) or node.name() == own):
         node = _only_input(node)
     return (loss, function) if node is not None and node.name() == before else None
+
+
+def _operations(edge: Edge | None) -> tuple[str, ...]:
+    """The names of the last operations of a loss, by the first input of each."""
+    node, names = (edge[0] if edge is not None else None), []
+    while node is not None and len(names) < _NODES:
+        names.append(node.name())
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+    return tuple(names)
 
 
 def _only_input(node: Any) -> Any:

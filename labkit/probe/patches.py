@@ -50,7 +50,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
         "torch.utils.data.BatchSampler.__iter__": (),
     },
     "calls of item": {"torch.Tensor.item": ()},
-    "restored states": {"torch.optim.Optimizer.load_state_dict": ()},
+    "restored states": {"torch.optim.Optimizer.load_state_dict": (), "torch.nn.Module.load_state_dict": ()},
     "saved files": {"torch.save": ("torch.serialization.save",)},
     "startup": {
         f"{_DISTRIBUTED}.init_process_group": (

@@ -31,6 +31,7 @@ _ITERATIONS = 4  # recorded iterations over loaders and samplers
 _ROWS, _DIGESTED = 16, 1 << 16  # rows and bytes of a tensor that are digested
 _ITEMS = 20  # steps in which calls of item are counted
 _SAVES = 50
+_LOADED = 16  # loaded state dicts that are recorded
 Value = TypeVar("Value")
 _UNITS = ("FSDPModule", "FullyShardedDataParallel")
 
@@ -76,6 +77,7 @@ class Observations:
             "batch": _BATCHES,
             "save": _SAVES,
             "restored": 1,
+            "loaded": _LOADED,
             "input": 0,
             "not_finite": 1,
             "evaluation": _EVALUATIONS,
@@ -96,6 +98,7 @@ class Observations:
         patches.wrap("data loaders", "torch.utils.data.BatchSampler.__iter__", self._drawing)
         patches.wrap("calls of item", "torch.Tensor.item", self._items)
         patches.wrap("saved files", "torch.save", self._saves)
+        patches.wrap("restored states", "torch.nn.Module.load_state_dict", self._loads)
         patches.wrap("restored states", "torch.optim.Optimizer.load_state_dict", self._before(self._restores))
 
     def model(self, model: torch.nn.Module) -> None:
@@ -208,6 +211,7 @@ class Observations:
             sampler=type(sampler).__name__,
             workers=workers,
             streams=streams,
+            parts=_parts_of(loader.batch_sampler),
         )
         if loader.batch_sampler is None or samples is None:
             return
@@ -292,6 +296,25 @@ class Observations:
         if step := self._step():
             self._record("restored", step=step)
 
+    def _loads(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(module: torch.nn.Module, given: Any, *args: Any, **kwargs: Any) -> Any:
+            keys = original(module, given, *args, **kwargs)
+            self._guard(self._loaded, module, given, keys)
+            return keys
+
+        return load
+
+    def _loaded(self, module: torch.nn.Module, given: Any, keys: Any) -> None:
+        missing, unexpected = list(keys.missing_keys), list(keys.unexpected_keys)
+        self._record(
+            "loaded",
+            name=type(module).__name__,
+            tensors=len(given),
+            used=len(given) - len(unexpected),
+            unexpected=min(unexpected, default=None),
+            missing=min(missing, default=None),
+        )
+
     def _saves(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(f, (str, os.PathLike)):
@@ -299,6 +322,14 @@ class Observations:
             return original(obj, f, *args, **kwargs)
 
         return save
+
+
+def _parts_of(batch_sampler: Any) -> int:
+    """Into how many parts a sampler of accelerate divides what a DistributedSampler has divided before; 0 if there are
+    not both."""
+    sampler = getattr(getattr(batch_sampler, "batch_sampler", None), "sampler", None)
+    again, ranks = getattr(batch_sampler, "num_processes", 1), getattr(sampler, "num_replicas", 1)
+    return int(again * ranks) if again > 1 and ranks > 1 else 0
 
 
 def _digests_of_data(data: Any) -> tuple[str, str]:

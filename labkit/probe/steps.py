@@ -414,6 +414,8 @@ class StepWatch:
         if "data" not in self._stack:
             self._samples.fetched(batch)
             self.memory.fetched(batch)
+            if self.looks and batch is not None and batch != ():
+                self.looks.batch_is_there()
             if self.observations and batch is not None:
                 self._see(self.observations.batch, batch)
 

@@ -462,10 +462,12 @@ class Look(OfRank, tag_field="kind", tag="look"):
     `no_sync`. `kept`: gradients of the step before were neither reset nor replaced. `evaluating`: a model with dropout
     or batch norm trains after `eval()`. `scaled`: gradients were clipped before a GradScaler divided them by its scale.
     `twice`: the loss function, and what the model computed before it although the loss computes it. `order` are the
-    tracked parameters in the order in which an optimizer holds them, if it is another one. `used` are the two sums over
-    all gradients as the optimizer used them. `norm` is what `clip_grad_norm_` found, and its limit. `calls` is the
-    number of collectives of each group since the group was made, by the group's id. `spent` is what all looks before
-    this one have taken of the rank's time."""
+    tracked parameters in the order in which an optimizer holds them, if it is another one. `whole` are the tracked
+    tensors of sharded models that are not sharded themselves. `late`: gradients were clipped after the step before
+    had used them. `dropped`: how many of the gradients of so many micro-batches were reset before the next one.
+    `used` are the two sums over all gradients as the optimizer used them. `norm` is what `clip_grad_norm_` found,
+    and its limit. `calls` is the number of collectives of each group since the group was made, by the group's id.
+    `spent` is what all looks before this one have taken of the rank's time."""
 
     step: Count
     sums: Annotated[list[tuple[float, float]], Meta(max_length=10_000)]
@@ -491,6 +493,9 @@ class Look(OfRank, tag_field="kind", tag="look"):
     kept: bool = False
     evaluating: bool = False
     scaled: bool = False
+    whole: Annotated[list[Count], Meta(max_length=10_000)] = []
+    late: bool = False
+    dropped: tuple[Count, Count] | None = None
     twice: tuple[Name, Name] | None = None
     order: Annotated[list[Count], Meta(max_length=10_000)] = []
     used: tuple[float, float] | None = None
@@ -505,6 +510,14 @@ class Between(OfRank, tag_field="kind", tag="between"):
     step: Count
     sums: Annotated[list[tuple[float, float]], Meta(max_length=10_000)]
     bytes: Bytes = 0
+
+
+class Wrapped(OfRank, tag_field="kind", tag="wrapped"):
+    """The sums of parameters of a model, as in a `Look`, when it is about to be wrapped in DDP, which then replaces
+    them by those of its first rank."""
+
+    names: Annotated[list[Name], Meta(max_length=10_000)]
+    sums: Annotated[list[tuple[float, float]], Meta(max_length=10_000)]
 
 
 class Operation(Recorded):
@@ -642,13 +655,15 @@ class Model(Observed, tag_field="what", tag="model"):
 
 class Loader(Observed, tag_field="what", tag="loader"):
     """The script iterates over a DataLoader: its numbers of batches, samples and worker processes, and the class of its
-    sampler. `streams`: its data set is an IterableDataset, of which each worker has a copy."""
+    sampler. `streams`: its data set is an IterableDataset, of which each worker has a copy. `parts`: a
+    DistributedSampler and accelerate both divide the data, into so many parts together."""
 
     batches: Count | None
     samples: Count | None
     sampler: Name | None = None
     workers: Count = 0
     streams: bool = False
+    parts: Count = 0
 
 
 class Epoch(Observed, tag_field="what", tag="epoch"):
@@ -687,6 +702,17 @@ class Restored(Observed, tag_field="what", tag="restored"):
     """The script loaded the state of an optimizer after step `step` of this process, as it does to repeat steps."""
 
     step: Count
+
+
+class Loaded(Observed, tag_field="what", tag="loaded"):
+    """The script loaded a state dict of `tensors` into a module of class `name`, which has `used` of their names; one
+    that it does not have, and one that the state dict does not have."""
+
+    name: Name
+    tensors: Count
+    used: Count
+    unexpected: Name | None = None
+    missing: Name | None = None
 
 
 class Input(Observed, tag_field="what", tag="input"):
@@ -765,6 +791,7 @@ Seen: TypeAlias = (
     | Input
     | Evaluation
     | GatheredOnce
+    | Loaded
     | DividedData
     | StartedProcess
     | Thread
@@ -801,6 +828,7 @@ Event: TypeAlias = (
     | Tracked
     | Look
     | Between
+    | Wrapped
     | Traffic
     | Timeline
     | MemoryStep

@@ -30,6 +30,7 @@ from labkit.record.events import (
     Tracked,
     Traffic,
     Waiting,
+    Wrapped,
 )
 from labkit.record.reader import Steps
 from labkit.record.stacks import error_in, place
@@ -105,6 +106,7 @@ class RankState:
     tracked: Tracked | None = None
     looks: list[Look] = field(default_factory=list)
     between: list[Between] = field(default_factory=list)
+    wrapped: list[Wrapped] = field(default_factory=list)
     steps: Steps = field(default_factory=Steps)
     losses: dict[int, OtherLosses] = field(default_factory=dict)
     optimizers: dict[int, str] = field(default_factory=dict)

@@ -165,7 +165,7 @@ class RunState:
         rank.started, rank.ended, rank.exit_code, rank.error, rank.activity = event.t, None, None, None, None
         rank.called = None
         rank.waiting, rank.not_finite, rank.saw, rank.timelines, rank.left_at = None, None, [], {}, ""
-        rank.tracked, rank.looks, rank.between = None, [], []
+        rank.tracked, rank.looks, rank.between, rank.wrapped = None, [], [], []
         rank.began, rank.startup = event.began, {}
 
     def _on_startup(self, event: events.Startup) -> None:
@@ -263,6 +263,11 @@ class RunState:
         between = self._rank(event).between
         if len(between) < _LOOKS:
             between.append(event)
+
+    def _on_wrapped(self, event: events.Wrapped) -> None:
+        wrapped = self._rank(event).wrapped
+        if len(wrapped) < _LOOKS:
+            wrapped.append(event)
 
     def _on_activity(self, event: events.Activity) -> None:
         self._rank(event).activity = event.name
@@ -515,6 +520,7 @@ _HANDLERS: dict[type, Callable[[RunState, Any], None]] = {
     events.Tracked: RunState._on_tracked,
     events.Look: RunState._on_look,
     events.Between: RunState._on_between,
+    events.Wrapped: RunState._on_wrapped,
     events.Traffic: RunState._on_traffic,
     events.Timeline: RunState._on_timeline,
     events.MemoryStep: RunState._on_memory_step,

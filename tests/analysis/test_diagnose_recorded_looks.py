@@ -23,6 +23,7 @@ def state_with(*events: object, ranks: int = 2, **fields: object) -> RunState:
 ALWAYS = (
     ("gradients_kept", {"kept": lambda step: step > 1}),
     ("clipped_scaled", {"scaled": True}),
+    ("clipped_late", {"late": lambda step: step > 1}),
     ("normalised_twice", {"twice": ("cross_entropy", "softmax")}),
 )
 
@@ -50,6 +51,32 @@ def test_a_model_that_stays_in_evaluation_mode():
 @pytest.mark.parametrize("evaluating", [True, lambda step: step in (3, 4), lambda step: step > 6])
 def test_a_model_that_never_left_it_or_came_back(evaluating):
     assert names(state_with(evaluating=evaluating)) == []
+
+
+RATES = (1.0, 1.0, 1.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def state_of_rates(*rates: float) -> RunState:
+    """All steps are looked at; `rates` are their learning rates."""
+    return state_with(
+        at=range(len(rates) + 1),
+        settings=lambda step: {"lr of group 0": rates[step - 1] if step else 1.0, "lr of group 1": 0.0},
+        rates=lambda step: sum(rates[:step]),
+    )
+
+
+def test_a_learning_rate_that_is_0_long_before_the_end():
+    found = first(state_of_rates(*RATES), "schedule_over")
+    assert "0 from step 6 on" in found.title and "1 at most, 0.5 in step 5" in found.evidence
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [RATES[:7], (0.0,) * 10, (*RATES, 1e-3), (1.0,) * 40 + (0.0,) * 4],
+    ids=["just now", "never one", "comes back", "at the end"],
+)
+def test_a_learning_rate_that_comes_back_or_ends_with_the_training(rates):
+    assert "schedule_over" not in names(state_of_rates(*rates))
 
 
 def stream(rank: int, workers: int, *digests: str) -> list[dict]:

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
@@ -330,6 +332,36 @@ def healthy_fsdp():
 
 
 @case
+def healthy_fsdp_after_an_evaluation():
+    """The root's parameters are still gathered when training begins."""
+    group()
+    model = net()
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = sgd(model)
+    with torch.no_grad():
+        model(torch.ones(4, 6))
+    train(model, optimizer)
+
+
+@case
+def healthy_fsdp_with_averaged_buffers():
+    """Buffers are averaged after every third step, as before an evaluation."""
+    group()
+    model, data = with_layer(nn.BatchNorm1d(4)), some_data()
+    sharded(model)
+    optimizer = sgd(model)
+    for step, (x,) in enumerate(DataLoader(data, 2, sampler=DistributedSampler(data))):
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        if step % 3 == 2:
+            for buffer in model.buffers():
+                dist.all_reduce(buffer, dist.ReduceOp.SUM)
+                buffer.div_(RANKS, rounding_mode=None if buffer.is_floating_point() else "floor")
+
+
+@case
 def healthy_global_mean():
     """A mean over all tokens of all ranks."""
     model = ddp(nn.Linear(6, 4))
@@ -407,6 +439,43 @@ def healthy_part_of_each_rank():
     nn.init.normal_(model[0].weight)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "0.bias"])
     train(ddp(model))
+
+
+@case
+def healthy_experts():
+    """Each rank has an expert of its own, which DDP ignores."""
+    experts(lambda names: names)
+
+
+# ---- experts that DDP takes for replicas
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(6, 8)
+        torch.manual_seed(RANK)
+        self.expert = nn.Linear(8, 8)
+        torch.manual_seed(0)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        hidden = self.body(x)
+        sent = all_to_all_single(torch.empty_like(hidden), hidden)
+        return self.head(all_to_all_single(torch.empty_like(hidden), self.expert(sent)))
+
+
+def experts(ignored):
+    model = Experts()
+    names = [name for name, _ in model.named_parameters() if name.startswith("expert")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored(names))
+    train(ddp(model))
+
+
+@case
+def experts_taken_for_replicas():
+    experts(lambda names: [])
 
 
 # ---- replicas that never were equal
@@ -903,6 +972,38 @@ def buffers_without_weights():
     with_buffers(nn.BatchNorm1d(4, affine=False))
 
 
+@case
+def buffers_beside_shards():
+    group()
+    model = with_layer(nn.BatchNorm1d(4))
+    sharded(model)
+    learn(model, DataLoader(some_data(), 4, sampler=DistributedSampler(some_data())))
+
+
+@case
+def layer_beside_shards():
+    group()
+    model = net()
+    fully_shard(model[0])
+    fully_shard(model, ignored_params=set(model[2].parameters()))
+    learn(model, DataLoader(some_data(), 4, sampler=DistributedSampler(some_data())), foreach=False)
+
+
+@case
+def shards_of_one_rank():
+    group()
+    model = net()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))["shards"]
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh)
+
+    def log(x):
+        dist.all_reduce(x.detach().mean())
+        return 0.0
+
+    learn(model, DataLoader(some_data(), 4, sampler=DistributedSampler(some_data())), log)
+
+
 class Mean(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1293,8 +1394,8 @@ class Noisy(Dataset):
         return self.x[index] + self.noise()
 
 
-def learn(model, loader, noise=lambda x: 0.0):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+def learn(model, loader, noise=lambda x: 0.0, foreach=None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=foreach)
     for (x,) in loader:
         optimizer.zero_grad()
         (model(x + noise(x)) - x[:, :1]).pow(2).mean().backward()
@@ -1645,6 +1746,133 @@ def clipped_before_unscaling():
         nn.utils.clip_grad_norm_(parameters=model.parameters(), max_norm=1.0)
         scaler.step(optimizer)
         scaler.update()
+
+
+@case
+def clipped_after_the_step():
+    model = ddp()
+    train(model, each=lambda step: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+
+
+@case
+def healthy_norm_after_the_step():
+    model = ddp()
+    train(model, each=lambda step: nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
+
+
+def accumulate_batches(reset_at, collect=False):
+    """Steps of two micro-batches; `collect`: their gradients are added elsewhere."""
+    model, data = ddp(), some_data()
+    parameters, optimizer, sums = list(model.parameters()), sgd(model), []
+    for number, (x,) in enumerate(DataLoader(data, 2, sampler=DistributedSampler(data))):
+        if number % 2 in reset_at:
+            optimizer.zero_grad()
+        (model(x).pow(2).mean() / 2).backward()
+        if collect:
+            sums.append([parameter.grad.clone() for parameter in parameters])
+        if number % 2:
+            for parameter, *gradients in zip(parameters, *sums) if collect else ():
+                parameter.grad = sum(gradients)
+            optimizer.step()
+            sums.clear()
+
+
+@case
+def reset_before_each_micro_batch():
+    accumulate_batches((0, 1))
+
+
+@case
+def healthy_micro_batches():
+    accumulate_batches((0,))
+
+
+@case
+def healthy_adversarial_samples():
+    """Backward through other samples finds a perturbation; its gradients of the parameters are not used."""
+    model, data = ddp(), some_data()
+    optimizer, loaders = sgd(model), [DataLoader(data, 2, sampler=DistributedSampler(data)) for _ in range(2)]
+    for (x,), (other,) in zip(*loaders):
+        change = torch.full_like(other, 0.1).requires_grad_()
+        (model(other + change) - model(other)).pow(2).sum().backward()
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        (loss + (model(other + change.grad) - model(other)).pow(2).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case
+def healthy_micro_batches_that_are_collected():
+    accumulate_batches((0, 1), collect=True)
+
+
+@case
+def rate_of_an_epoch_in_each_step():
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    train(model, optimizer, each=lambda step: schedule.step())
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.body, self.head = nn.Embedding(16, 4), nn.Linear(4, 4), nn.Linear(4, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.body(self.embedding((x.abs() * 5).long().clamp(max=15))))[..., 0]
+
+
+@case
+def tie_that_is_lost():
+    model = Language()
+    model.head = copy.deepcopy(model.head)
+    train(ddp(model))
+
+
+@case
+def healthy_tie():
+    train(ddp(Language()))
+
+
+@case
+def healthy_schedule():
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
+    train(model, optimizer, each=lambda step: schedule.step())
+
+
+def load(names):
+    """Tries to load with these changes of the names of the parameters, one after the other."""
+    model = net()
+    for change in names:
+        state = {change(name): tensor for name, tensor in net().state_dict().items()}
+        model.load_state_dict(state, strict=False)
+    train(ddp(model))
+
+
+@case
+def loaded_with_a_prefix():
+    load([lambda name: f"module.{name}"])
+
+
+@case
+def healthy_second_attempt():
+    load([lambda name: f"module.{name}", lambda name: name])
+
+
+@case
+def divided_by_two_samplers():
+    from accelerate import Accelerator
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": str(RANK)}  # not used: a group exists
+    group()
+    model, data = DistributedDataParallel(net()), some_data()
+    learn(model, Accelerator(cpu=True).prepare(DataLoader(data, 2, sampler=DistributedSampler(data))))
 
 
 # ---- running them

@@ -3,7 +3,9 @@ of the ranks say about the same step (`probe/looks.py`)."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.finding import Finding
 from labkit.common.units import counted, ranks_in_words
-from labkit.record.events import Batch, DividedData, Epoch, Evaluation, GatheredOnce, Input, Loader
+from labkit.record.events import Batch, DividedData, Epoch, Evaluation, GatheredOnce, Input, Loaded, Loader
 from labkit.record.ranks import PEER_GONE
 from labkit.record.state import per_revision
 
@@ -24,6 +26,8 @@ _APART = 1e-6  # difference of replicas, as a share of their absolute values, th
 _UNLIKE_FACTORS = 1e-2  # relative difference of factors for gradients
 # and of weights of elements: texts of random lengths differ by less, now on one rank, now on another
 _UNLIKE_WEIGHTS = 0.2
+_NO_RATE = 1e-6  # of the largest learning rate, which changes no parameter
+_TAIL = 0.1  # share of the steps that a schedule does not end before
 _LOOKS = 3  # looks that must agree
 _DRAWN = 5  # and for random numbers
 _MOST = 0.9  # share of looks, or of tensors, that counts as all of them
@@ -33,6 +37,7 @@ _MORE = 64  # bytes that are all-reduced beside gradients: a loss, a few counts
 _SHOWN = 4
 _DEFAULT = "0"  # the id of the default group
 _REPEATING = ("DistributedSampler", "BatchSamplerShard")
+_EMBEDDING = re.compile(r"emb|wte|tok|vocab|shared", re.IGNORECASE)  # in the name of a table
 _SHARING = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
 
 
@@ -100,13 +105,15 @@ def nothing_sent(state: RunState) -> Iterator[Finding]:
             f"the forward goes around {model.name}: the script calls the model inside, and the gradients of such a "
             "forward are not all-reduced"
             if around and model
-            else "backward ran without a synchronisation, such as in no_sync(), or no line sends the gradients"
+            else "the gradients were computed without a synchronisation, such as in no_sync() or by "
+            "torch.autograd.grad, which DDP does not follow, or no line sends them"
         ),
         fix=(
             f"call the {model.name} itself, such as model(x), instead of model.module or its methods, and compute the "
             "loss from its output"
             if around and model
-            else "leave no_sync() for the last micro-batch of each step, or wrap the model in DistributedDataParallel"
+            else "leave no_sync() for the last micro-batch of each step, compute gradients by loss.backward(), or wrap"
+            " the model in DistributedDataParallel"
         ),
         ranks=tuple(rank.rank for rank in ranks),
     )
@@ -139,6 +146,43 @@ def replicas_differ(state: RunState) -> Iterator[Finding]:
             and (found := _parting(ranks, buffers))
         ):
             yield _drifted(ranks, *found, *_own_buffers(ddp))
+    yield from _beside_shards(state)
+
+
+def _beside_shards(state: RunState) -> Iterator[Finding]:
+    """Tensors of a sharded model that are not sharded, and that each rank changes in its own way."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    models = [model for rank in ranks for model in _models(rank)]
+    operations = {name for rank in ranks if rank.traffic for name in rank.traffic.ops}
+    fsdp = all(model.sharded and model.name.startswith("FSDP") for model in models)
+    if state.asked or len(ranks) < 2 or not fsdp or operations & {"send", "all_to_all"}:
+        return
+    if not _alike(ranks) or not _separate(ranks, known=True):
+        return
+    whole = set.intersection(*(set(look.whole) for rank in ranks for look in rank.looks))
+    parameters, buffers = (_names(ranks[0], role) & whole for role in ("parameter", "buffer"))
+    if not _averaged(ranks, parameters) and (found := _parting(ranks, parameters)):
+        everything = parameters == _names(ranks[0], "parameter")
+        yield _drifted(ranks, *found, *(_mesh_of_one() if everything else _left_out()))
+    elif not _averaged(ranks, buffers) and (found := _parting(ranks, buffers)):
+        yield _drifted(ranks, *found, *_own_buffers(None))
+
+
+def _mesh_of_one() -> tuple[str, str, str]:
+    return (
+        "the replicas",
+        "fully_shard got a mesh of one rank, so gradients are averaged over that rank only",
+        "pass fully_shard the mesh of the ranks that divide the samples, of which a mesh of two dimensions names first "
+        "those that replicate",
+    )
+
+
+def _left_out() -> tuple[str, str, str]:
+    return (
+        "some parameters",
+        "fully_shard does not manage them (ignored_params), and nothing else averages their gradients",
+        "leave them to fully_shard, or all-reduce their gradients before step()",
+    )
 
 
 @dataclass(frozen=True)
@@ -269,8 +313,9 @@ def _between(last: int | None, first: int) -> str:
 
 
 def tied_apart(state: RunState) -> Iterator[Finding]:
-    """Copies of one tensor on two stages of a pipeline, such as the table of embeddings and the head."""
+    """Copies of one tensor, such as the table of embeddings and the head, on two stages of a pipeline or in a model."""
     ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    yield from _untied(ranks)
     if not any(rank.traffic and "send" in rank.traffic.ops for rank in ranks):
         return
     for number, rank in enumerate(ranks):
@@ -296,6 +341,35 @@ def tied_apart(state: RunState) -> Iterator[Finding]:
                 fix="all-reduce the sum of both gradients between the two stages before step(), or untie the weights",
                 ranks=(rank.rank, other.rank),
             )
+
+
+def _untied(ranks: list[RankState]) -> Iterator[Finding]:
+    """An embedding and one other matrix of the same model that were equal, and are updated separately."""
+    for rank in ranks[:1]:
+        tensors, matrices = _tensors(rank), _matrices(rank)
+        pairs = [
+            (mine, other)
+            for mine, other in itertools.combinations(matrices, 2)
+            if tensors[mine].model == tensors[other].model and _same(rank, mine, rank, other)
+        ]
+        if len(pairs) != 1 or not any(_EMBEDDING.search(name) for name in _called(rank, pairs[0])):
+            continue  # none, or layers that are copies of each other
+        steps = [look.step for look in _in_steps(rank)]
+        parted = [step for step in steps if not _same(rank, pairs[0][0], rank, pairs[0][1], step)]
+        if len(parted) < max(_LOOKS, len(steps)):
+            continue
+        names = " and ".join(_called(rank, pairs[0]))
+        yield Finding(
+            name="tied_apart",
+            kind="wrong",
+            title=f"{names} were equal at the start, and differ from step {parted[0]} on",
+            evidence=f"shape {tensors[pairs[0][0]].shape}; equal sums before the first step, different ones after "
+            f"{counted(len(parted), 'observed step')}",
+            cause="they are two parameters: a tie is lost by deepcopy of a part, by to_empty() of a model on the meta "
+            "device, or by a new Parameter for one of them",
+            fix="tie them again when the model is complete, and before it is wrapped: head.weight = embedding.weight",
+            ranks=tuple(rank.rank for rank in ranks),
+        )
 
 
 def _matrices(rank: RankState) -> list[int]:
@@ -503,8 +577,10 @@ def _drift_by_hand(ranks: list[RankState], everything: bool) -> tuple[str, str, 
         return (
             "the replicas",
             f"{shared:,.0f} bytes are all-reduced per step, as many as the gradients have, but the optimizer does not"
-            " use the result: it is a copy, such as of flatten, cat or .to()",
-            "copy the result back into parameter.grad (copy_) before step(), or all-reduce parameter.grad itself",
+            " use the result: it is a copy, such as of flatten, cat or .to(), or it is not there yet, as with"
+            " async_op=True and no wait()",
+            "copy the result back into parameter.grad (copy_) before step(), or all-reduce parameter.grad itself, and"
+            " call wait() of each asynchronous one",
         )
     if not everything and shared:
         return (
@@ -659,6 +735,49 @@ def _why_no_effect(rank: RankState) -> tuple[str, str]:
     )
 
 
+def schedule_over(state: RunState) -> Iterator[Finding]:
+    """A learning rate that has become 0, or next to it, long before the training ends."""
+    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    tails = [_without_rate(rank) for rank in ranks]
+    known = [tail for tail in tails if tail is not None]
+    if not known or len(known) < len(ranks):
+        return
+    before, first, last = known[0]
+    highest = max(map(_rate, _in_steps(ranks[0])))
+    yield Finding(
+        name="schedule_over",
+        kind="wrong",
+        title=f"the learning rate is {_rate(first):.2g} from step {first.step} on",
+        evidence=f"{highest:.3g} at most, {_rate(before):.3g} in step {before.step}, and at most {_rate(first):.2g} in "
+        f"steps {first.step} to {last.step}, on "
+        f"{ranks_in_words([rank.rank for rank in ranks], state.world_size)}",
+        cause="the schedule ends before the training: it is shorter, or advances several times per step, as the "
+        "scheduler that accelerate prepares does once per rank, or in every step although it counts epochs",
+        fix="make the schedule as long as the optimizer steps of the run, times the ranks for a scheduler from "
+        "accelerate's prepare(); call step() of one that counts epochs once per epoch",
+        ranks=tuple(rank.rank for rank in ranks),
+    )
+
+
+def _rate(look: Look) -> float:
+    """The largest learning rate of the optimizers."""
+    return max((value for name, value in look.settings.items() if name.split()[0] == "lr"), default=0.0)
+
+
+def _without_rate(rank: RankState) -> tuple[Look, Look, Look] | None:
+    """The last look with a learning rate, the first one without, and the last one of the run; None if there is a rate,
+    or has been until shortly before."""
+    looks = [look for look in rank.looks if look.step and len(look.sums) == len(_tensors(rank))]
+    highest = max(map(_rate, looks), default=0.0)
+    used = max((number for number, look in enumerate(looks) if _rate(look) > _NO_RATE * highest), default=-1)
+    if used < 0 or used + 2 >= len(looks):
+        return None
+    before, first, last = looks[used], looks[used + 1], looks[-1]
+    steps = last.step - first.step
+    nothing = last.rates - first.rates <= _NO_RATE * highest * steps
+    return (before, first, last) if nothing and steps >= max(_LOOKS, _TAIL * last.step) else None
+
+
 def no_update(state: RunState) -> Iterator[Finding]:
     """Parameters that get gradients, and that no optimizer holds."""
     ranks = [rank for rank in state.ranks.values() if _trained(rank)]
@@ -778,6 +897,64 @@ def clipped_scaled(state: RunState) -> Iterator[Finding]:
         )
 
 
+def clipped_late(state: RunState) -> Iterator[Finding]:
+    """Gradients that are clipped when the optimizer has already used them."""
+    found = _in_all_looks(state, lambda look: look.late, first=2)
+    if found:
+        yield Finding(
+            name="clipped_late",
+            kind="wrong",
+            title="gradients are clipped after the step that used them",
+            evidence=f"the gradients were clipped between step() and the next backward, {_where(state, found)}",
+            cause="the optimizer has used the gradients as they were before, so the limit has no effect",
+            fix="call clip_grad_norm_ between backward and optimizer.step()",
+            ranks=tuple(rank.rank for rank in found),
+        )
+
+
+def dropped_micro_batches(state: RunState) -> Iterator[Finding]:
+    """Gradients of micro-batches that are reset before the optimizer uses them, unless the script collects them first,
+    so that it uses others than those of the last micro-batch."""
+    found = _in_all_looks(state, lambda look: look.dropped is not None, first=2)
+    used = [look for rank in found for look in _in_steps(rank) if look.used]
+    if found and used and all(look.clipped is not None for look in used):
+        dropped, backwards = _in_steps(found[0])[-1].dropped or (0, 0)
+        yield Finding(
+            name="dropped_micro_batches",
+            kind="wrong",
+            title=f"{dropped} of {backwards} micro-batches have no effect in each step",
+            evidence=f"gradients were reset {counted(dropped, 'time')} between the {backwards} backward calls of a "
+            f"step, {_where(state, found)}",
+            cause="the gradients are reset before each backward, so the step uses those of the last micro-batch only",
+            fix="call optimizer.zero_grad() once per step(), before the first backward or after step()",
+            ranks=tuple(rank.rank for rank in found),
+        )
+
+
+def nothing_loaded(state: RunState) -> Iterator[Finding]:
+    """A state dict of which no tensor has a name that the model has."""
+    for rank in state.ranks.values():
+        loads = rank.seen(Loaded)
+        filled = {load.name for load in loads if load.used}
+        for load in loads:
+            if not load.tensors or load.missing is None or load.unexpected is None or load.name in filled:
+                continue
+            yield Finding(
+                name="nothing_loaded",
+                kind="wrong",
+                title=f"load_state_dict loaded none of {counted(load.tensors, 'tensor')} into {load.name}",
+                evidence=f"rank {rank.rank}: no name is known to the model, such as {load.unexpected}; the model has "
+                f"{load.missing}",
+                cause="with strict=False, names that do not match are left out without an error, so the model keeps "
+                "the weights that it had; a wrapper adds a prefix to every name (module. by DDP, _orig_mod. by "
+                "torch.compile)",
+                fix="make the names equal, such as by key.removeprefix('module.'), and leave out strict=False, or "
+                "check the missing_keys that it returns",
+                ranks=tuple(sorted(state.ranks)),
+            )
+            return
+
+
 def normalised_twice(state: RunState) -> Iterator[Finding]:
     """A loss function that gets probabilities, and takes them for logits."""
     found = _in_all_looks(state, lambda look: look.twice is not None)
@@ -890,6 +1067,27 @@ def unlike_data(state: RunState) -> Iterator[Finding]:
                 else "use the same seed on all ranks: random_split(data, lengths, torch.Generator().manual_seed(0))"
             ),
             ranks=tuple(part.rank for part in sets),
+        )
+        return
+
+
+def divided_twice(state: RunState) -> Iterator[Finding]:
+    """Data that a DistributedSampler and a library both divide among the ranks, so that a part is never used."""
+    for rank in state.ranks.values():
+        loader = next((loader for loader in rank.seen(Loader) if loader.parts > state.world_size), None)
+        if loader is None:
+            continue
+        yield Finding(
+            name="divided_twice",
+            kind="wrong",
+            title=f"each of {state.world_size} ranks gets 1 of {loader.parts} parts of the data set",
+            evidence=f"rank {rank.rank}: a DistributedSampler divides the data, and the batch sampler of accelerate "
+            "divides its part again",
+            cause="prepare() divides what the loader returns, so the samples in the other "
+            f"{loader.parts - state.world_size} parts are used by no rank in this epoch",
+            fix="pass a DataLoader with shuffle=True and without a DistributedSampler to prepare(), or do not prepare "
+            "the loader",
+            ranks=tuple(sorted(state.ranks)),
         )
         return
 
@@ -1032,6 +1230,43 @@ def unequal_micro_batches(state: RunState) -> Iterator[Finding]:
 def _is_unequal(look: Look) -> bool:
     (least, _), (most, _) = look.least or (0, 0), look.most or (0, 0)
     return 0 < least < (1 - _UNLIKE_WEIGHTS) * most and math.isfinite(most)
+
+
+def experts_replaced(state: RunState) -> Iterator[Finding]:
+    """Experts of expert parallelism that DDP replaced by those of its first rank."""
+    for ranks, ddp in _replicas(state):
+        sends = all(rank.traffic and "all_to_all" in rank.traffic.ops for rank in ranks)
+        wrapped = [rank.wrapped[0] for rank in ranks if rank.wrapped]
+        if ddp is None or not sends or len(wrapped) < len(ranks) or len({tuple(model.names) for model in wrapped}) > 1:
+            continue
+        tensors = {tensor.name: number for number, tensor in enumerate(_tensors(ranks[0]))}
+        values = {
+            tensors[name]: set(sums)
+            for name, *sums in zip(wrapped[0].names, *(model.sums for model in wrapped))
+            if name in tensors
+        }
+        alike = [number for number in _matrices(ranks[0]) if len(values.get(number, ())) == 1]
+        own = [number for number, sums in values.items() if len(sums) > 1]
+        named = [number for number in own if "expert" in _tensors(ranks[0])[number].name.lower()]
+        own = named or (own if alike else [])  # each rank may draw all parameters, to let DDP replace them
+        if not own or _apart(ranks, 0, set(own)):
+            continue
+        unlike = f", unlike {_parameters(_called(ranks[0], alike))}" if alike else ""
+        yield Finding(
+            name="experts_replaced",
+            kind="wrong",
+            title=f"DDP replaced {_parameters(_called(ranks[0], own))} of the other ranks by those of rank "
+            f"{ranks[0].rank}",
+            evidence=f"they differed between {ranks_in_words([rank.rank for rank in ranks])} before "
+            f"DistributedDataParallel(model){unlike}, and are equal since; the ranks exchange samples by all-to-all in "
+            "each step",
+            cause="each rank has experts of its own, but DDP takes all parameters for replicas: it sends those of its "
+            "first rank, and averages the gradients of different experts",
+            fix="wrap only the other modules, or name the experts before DDP is made: "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names); average the gradients "
+            "of an expert only over ranks that hold the same one",
+            ranks=tuple(rank.rank for rank in ranks),
+        )
 
 
 def clipped_first(state: RunState) -> Iterator[Finding]:
@@ -1335,16 +1570,22 @@ RULES = (
     nothing_sent,
     replicas_differ,
     tied_apart,
+    experts_replaced,
     no_effect,
+    schedule_over,
     no_update,
     no_gradient,
     gradients_kept,
     stays_in_evaluation,
     clipped_scaled,
+    clipped_late,
+    dropped_micro_batches,
+    nothing_loaded,
     normalised_twice,
     repeated_stream,
     same_random,
     unlike_data,
+    divided_twice,
     unlike_order,
     evaluated_twice,
     unequal_weights,
