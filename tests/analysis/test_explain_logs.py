@@ -501,6 +501,28 @@ def test_nccl_that_is_as_it_should_be(tmp_path):
             "nccl_shared_memory",
             "64 MB",
         ),
+        (job(between="NET/AWS Libfabric/0"), "nccl_no_gdr", "not available"),
+        (job(between="NET/IBext_v8/0/Shared"), "nccl_no_gdr", "not available"),
+        (
+            nccl(0, "Cuda failure 217 'peer access is not supported between these two devices'", level="WARN"),
+            "peer_access",
+            "usual for GeForce",
+        ),
+        (
+            nccl(0, "Call to ibv_modify_qp failed with 110 Connection timed out, on dev mlx5_0:1", level="WARN"),
+            "nccl_unreachable",
+            "GID index",
+        ),
+        (
+            nccl(0, "socketStartConnect: Connect to 10.1.1.2<43719> failed : No route to host", level="WARN"),
+            "nccl_unreachable",
+            "firewall",
+        ),
+        (
+            nccl(0, "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory", level="WARN"),
+            "nccl_locked_memory",
+            "limit of locked memory",
+        ),
     ],
 )
 def test_what_is_off_in_nccl(tmp_path, text, name, says):
@@ -519,10 +541,19 @@ def test_a_communicator_that_is_never_completed(tmp_path):
     assert finding.title == "a communicator of NCCL with 4 ranks was never completed"
 
 
+def test_efa_is_as_it_should_be(tmp_path):
+    found = page(tmp_path, job(between="NET/AWS Libfabric/0/GDRDMA", network="Libfabric"))
+    assert not found.findings
+    transports = {pair["transport"] for pair in found.figures["nccl"]["pairs"]}
+    assert transports == {"P2P", "NET/AWS Libfabric/GDRDMA"}
+
+
 def test_shared_memory_explains_what_nccl_raises(tmp_path):
-    """The error that torch raises, "NCCL error: unhandled system error", is no second finding."""
+    """Neither the error that torch raises, "NCCL error: unhandled system error", nor the communicator that was never
+    completed is a second finding."""
     text = (
-        nccl(0, "Error: failed to extend /dev/shm/nccl-ab12 to 9637892 bytes", level="WARN")
+        nccl(0, "ncclCommInitRank comm 0x1 rank 0 nranks 2 cudaDev 0 busId 1000 commId 0xabc - Init START")
+        + nccl(0, "Error: failed to extend /dev/shm/nccl-ab12 to 9637892 bytes", level="WARN")
         + '[rank0]: Traceback (most recent call last):\n[rank0]:   File "/x/a.py", line 4, in go\n'
         "[rank0]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:90, unhandled system error\n"
     )

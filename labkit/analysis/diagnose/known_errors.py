@@ -401,6 +401,58 @@ KNOWN_ERRORS = (
         "run again with CUDA_LAUNCH_BLOCKING=1, or on the CPU, where the message names the index",
     ),
     KnownError(
+        "peer_access",
+        r"peer access is not supported between these two devices",
+        "two GPUs cannot access each other's memory",
+        "a library asked for peer access (P2P) that these GPUs do not have: usual for GeForce cards, in virtual "
+        "machines, and in a container that sees only some GPUs of the node",
+        "NCCL_P2P_DISABLE=1; in a container, make all GPUs of the node visible; update driver and NCCL, which both "
+        "decide which pairs count as peers",
+    ),
+    KnownError(
+        "gpu_fault",
+        r"uncorrectable (?:ECC|NVLink) error|Invalid access of peer GPU memory over nvlink|GPU (?:has fallen off|is"
+        r" lost)|CUDA error: hardware stack error",
+        "a GPU or its link failed",
+        "the driver reports an error of the hardware, which no script causes",
+        "leave the node out and resume from the last checkpoint; `dmesg | grep Xid` and `nvidia-smi -q -d ECC` tell "
+        "what failed, for the administrators",
+    ),
+    KnownError(
+        "fabric_manager",
+        r"system not yet initialized",
+        "the NVSwitches of the node are not initialized",
+        "NVIDIA's Fabric Manager, which GPUs with NVSwitch (HGX, DGX) need, is not running or does not fit the driver",
+        "`systemctl status nvidia-fabricmanager` on the node; install its version that equals the driver's",
+    ),
+    KnownError(
+        "illegal_access",
+        r"an illegal memory access was encountered|unspecified launch failure|misaligned address"
+        r"|CUDA error: an illegal instruction",
+        "a GPU kernel accessed memory that is not its own",
+        "an index out of range, a tensor that was freed or changed while another stream used it, or a fault of a "
+        "custom kernel; the line shown may be a later one",
+        "run again with CUDA_LAUNCH_BLOCKING=1, which names the kernel's call, or under `compute-sanitizer`; if it is "
+        "always the same node, look for Xid in `dmesg`",
+    ),
+    KnownError(
+        "ray_memory",
+        r"running low on memory",
+        "the memory of the host ran out, and Ray killed a worker",
+        "Ray kills a worker when the memory of its node exceeds memory_usage_threshold (default: 0.95)",
+        "use fewer workers per node or of the data loader, or ask for more memory of the host; load data in parts",
+    ),
+    KnownError(
+        "ray_worker_died",
+        r"actor died unexpectedly|actor is dead because its worker process has died|worker died or was killed while"
+        r" executing",
+        "a worker process of Ray ended without an exception",
+        "the kernel killed it for lack of memory, it crashed, or its node was lost; the process that reports it only "
+        "waited for it",
+        "read the last lines of that worker (its pid is in the message) in /tmp/ray/session_latest/logs on its node, "
+        "and look for oom-kill in `dmesg`",
+    ),
+    KnownError(
         "one_gpu_twice",
         r"Duplicate GPU detected",
         "two ranks use the same GPU",
@@ -498,8 +550,8 @@ KNOWN_ERRORS = (
     ),
     KnownError(
         "shared_memory",
-        r"(?:out of|insufficient) shared memory|creating shared memory|(?:shared memory|</torch_|shm).*No space left on"
-        r" device",
+        r"(?:out of|insufficient) shared memory|killed by signal: Bus error|creating shared memory"
+        r"|(?:shared memory|</torch_|shm).*No space left on device",
         "the shared memory (/dev/shm) is full",
         "NCCL and DataLoader workers pass data through /dev/shm, which often has only 64 MB in a container",
         "start the container with --shm-size=1g or --ipc=host, or use fewer DataLoader workers",
