@@ -179,7 +179,7 @@ CONVOLVED = "Input type (torch.FloatTensor) and weight type (torch.HalfTensor) s
             "             Multiple gradient reduction is currently not supported",
             "parameter 3",
         ),
-        ("nccl", "DistBackendError", NCCL_CUDA, "peer access is not supported"),
+        ("peer_access", "DistBackendError", NCCL_CUDA, "peer access is not supported"),
     ],
 )
 def test_an_error_that_says_what_it_is(name, type, message, evidence):

@@ -45,8 +45,8 @@ def timed_out(rank: int, prefix: str = "[rank{rank}]:[E321 02:07:08.408271257 Pr
 def progress(rank: int, enqueued: int, at: int = 1580) -> str:
     return (
         f"[rank{rank}]:[E321 02:07:08.465092152 ProcessGroupNCCL.cpp:1664] [PG 1 Rank {rank}] Exception (either an"
-        f" error or timeout) detected by watchdog at work: {at}, last enqueued NCCL work: {enqueued}, last completed NCCL"
-        " work: 1579.\n"
+        f" error or timeout) detected by watchdog at work: {at}, last enqueued NCCL work: {enqueued}, last completed"
+        " NCCL work: 1579.\n"
     )
 
 

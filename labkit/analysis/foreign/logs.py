@@ -23,7 +23,7 @@ from labkit.analysis.diagnose.hang import MISMATCH
 from labkit.analysis.diagnose.known_errors import KnownError, known_in
 from labkit.analysis.foreign import ForeignError, Page, Table, kernel, nccl, present
 from labkit.analysis.foreign.logged_steps import Logged, finite, first_not_finite, step_events, step_in, timed
-from labkit.analysis.foreign.reading import Content
+from labkit.analysis.foreign.reading import Content, rank_in_name
 from labkit.analysis.metrics import median
 from labkit.common.files import open_regular
 from labkit.common.units import counted, milliseconds, ranks_in_words
@@ -152,7 +152,6 @@ _POD_STOPPED = re.compile(
     r"\bEvicted\b|DeadlineExceeded|\bPreempt(?:ed|ing)\b|TaintManagerEviction|NodeNotReady|NodeLost|NodeShutdown"
 )
 _IN_KUBERNETES = re.compile(rf"OOMKilled|exit code 137|Exit Code: +137|low on resource: memory|{_POD_STOPPED.pattern}")
-_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])rank[._-]?(\d{1,7})(?!\d)")
 
 
 @dataclass
@@ -692,9 +691,9 @@ def _plain(text: str) -> str:
 
 def _of_path(path: Path) -> tuple[int | None, int | None]:
     """The rank and the local rank that the name of a file says: `rank_3.log`, or `attempt_0/3/stderr.log`."""
-    named = _RANK_IN_NAME.search(path.name.lower())
-    if named:
-        return int(named[1]), None
+    named = rank_in_name(path)
+    if named is not None:
+        return named, None
     local = path.parent.name
     of_torchrun = path.stem in ("stdout", "stderr", "error") and local.isdecimal() and len(local) < 6
     return None, int(local) if of_torchrun else None
