@@ -196,7 +196,18 @@ ENDINGS = {
         [("gpu_fault", ())],
         "the GPU 0000:3b:00 failed: an uncorrectable error of its memory (ECC) (Xid 48)",
     ),
+    "Xid and what follows": (
+        XID.format(79, "GPU has fallen off the bus.")
+        + of_rank(3, "RuntimeError: CUDA error: unspecified launch failure"),
+        [("gpu_fault", ())],
+        "the GPU 0000:3b:00 failed: it has fallen off the bus (Xid 79)",
+    ),
     "memory of the host": (KILLED, [("out_of_memory", ())], "the memory of the host ran out, and the kernel killed"),
+    "memory of the host, of a rank": (
+        KILLED + summary(3, -9, "Signal 9 (SIGKILL) received by PID 12"),
+        [("out_of_memory", (3,))],
+        "the memory of the host ran out, and the kernel killed rank 3",
+    ),
     "shared memory": (BUS_ERROR, [("shared_memory", (1,))], "rank 1: the shared memory (/dev/shm) is full"),
     "requeued": (
         CANCELLED.format("JOB 608", "DUE TO JOB REQUEUE") + "srun: error: n1: tasks 2-3: Exited with exit code 1\n",
@@ -264,6 +275,62 @@ ENDINGS = {
         [("first_failure", ())],
         "job.log failed: KeyError: 1 (a.py:10 in go)",
     ),
+    "two ranks in one line": (
+        "[rank0]: Traceback (most recent call last):[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "/w/a.py", line 5, in go\n[rank0]:   File "/w/a.py", line 3, in go\n'
+        "[rank1]: KeyError: 'x'[rank0]: RuntimeError: Connection closed by peer [10.0.0.2]:1\n",
+        [("first_failure", (1,))],
+        "rank 1 failed first: KeyError: 'x' (a.py:5 in go); 1 other failed afterwards",
+    ),
+    **{
+        f"time {stamp}": (
+            raised("KeyError: 1", label=f"{stamp} [rank1]: "),
+            [("first_failure", (1,))],
+            "rank 1 failed: KeyError: 1 (a.py:10 in go)",
+        )
+        for stamp in (
+            "10:00:01.123",
+            "[2026-03-01 10:00:01,123]",
+            "2026/03/01 10:00:01",
+            "Nov 28 10:00:01 n3 python[12]:",
+        )
+    },
+    "a time is no task of srun": (
+        raised("KeyError: 1", label="10:00:01 "),
+        [("first_failure", ())],
+        "job.log failed: KeyError: 1 (a.py:10 in go)",
+    ),
+    "killed by srun": (
+        "srun: error: n1: task 1: Exited with exit code 1\nsrun: Terminating StepId=1.0\n"
+        "srun: error: n1: tasks 0,2-3: Killed\n",
+        [("first_failure", (1,))],
+        "rank 1 failed first: exit code 1; 3 others failed afterwards",
+    ),
+    "clients": (
+        of_rank(
+            0, "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 1/2 clients joined."
+        ),
+        [("peers_missing", (0,))],
+        "rank 0: not all ranks arrived at the rendezvous",
+    ),
+    "closed": (
+        OF_TORCHRUN + "torch.distributed.elastic.rendezvous.api.RendezvousClosedError\n",
+        [("rendezvous_closed", ())],
+        "job.log: the node came to a rendezvous that had already closed",
+    ),
+    "Lightning, unused": (
+        of_rank(
+            0,
+            "RuntimeError: It looks like your LightningModule has parameters that were not used in producing the loss",
+        ),
+        [("unused_parameters", (0,))],
+        "rank 0: DDP received no gradient for some parameters",
+    ),
+    "transformers, NaN": (
+        "{'loss': 2.1, 'grad_norm': 1.2}\n{'loss': 0.0, 'grad_norm': nan, 'learning_rate': 1e-5}\n",
+        [("nan_loss", ())],
+        "the loss is 0.0 with a grad_norm of nan in line 2 of job.log",
+    ),
     "Ctrl+C": (raised("KeyboardInterrupt"), [("interrupted", ())], "job.log was interrupted (Ctrl+C) (a.py:10 in go)"),
     "handled": (steps((1,)) + raised("ConnectionError: no route") + steps((2, 3, 4)), [], ""),
 }
@@ -302,3 +369,12 @@ def test_restarts_of_torchrun_in_one_log(tmp_path):
 def test_the_times_of_torch_have_months_without_a_zero(tmp_path):
     found = page(tmp_path, died(2, "CUDA error: an illegal memory access was encountered"))
     assert [row[2] for row in found.tables[-1].rows if row[0] == "rank 2"] == ["14:33:46"]
+
+
+def test_the_rank_that_stopped_first_in_a_log_without_error(tmp_path):
+    lines = [
+        f"[rank{rank}]: step {step} loss 2.0\n" for step in range(1, 6) for rank in range(4) if rank != 2 or step < 4
+    ]
+    found = page(tmp_path, "".join(lines))
+    assert not found.findings
+    assert found.notes[0] == "rank 2 told of step 3 last, others of step 5: look there first if the job hung."

@@ -313,8 +313,9 @@ def test_the_memory_of_the_host_ran_out(tmp_path):
         " Killed.\nsrun: error: a1: task 1: Out Of Memory\n"
     )
     found = page(tmp_path, text)
-    finding = next(finding for finding in found.findings if finding.name == "out_of_memory")
-    assert finding.title == "the memory of the host ran out on a1, and the kernel killed a process"
+    (finding,) = found.findings
+    assert (finding.name, finding.ranks) == ("out_of_memory", (1,))
+    assert finding.title == "the memory of the host ran out on a1, and the kernel killed rank 1"
     found = page(tmp_path, "step 1\n    Reason:       OOMKilled\n    Exit Code:    137\n")
     assert names(found) == ["out_of_memory"]
 

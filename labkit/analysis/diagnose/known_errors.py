@@ -31,7 +31,8 @@ KNOWN_ERRORS = (
     ),
     KnownError(
         "unused_parameters",
-        r"Expected to have finished reduction in the prior iteration",
+        r"Expected to have finished reduction in the prior iteration"
+        r"|has parameters that were not used in producing the loss",
         "DDP received no gradient for some parameters",
         "DDP expects a gradient for every parameter; some parameters took no part in the loss, so their bucket never "
         "completed",
@@ -169,6 +170,14 @@ KNOWN_ERRORS = (
         "not all ranks arrived at the rendezvous",
         "fewer processes were started than world_size or --nnodes × --nproc-per-node says, or one failed before it",
         "start the same torchrun command on every node, and look for an earlier error in the logs of the others",
+        follows=True,
+    ),
+    KnownError(
+        "rendezvous_closed",
+        r"^RendezvousClosedError",
+        "the node came to a rendezvous that had already closed",
+        "the other nodes had finished or failed before, or the same --rdzv-id was used by an earlier job",
+        "look for the error in the logs of the other nodes; use a new --rdzv-id for each job",
         follows=True,
     ),
     KnownError(

@@ -53,13 +53,21 @@ _PREFIXES = re.compile(
     r"|\[[A-Za-z_]+(?P<local>\d{1,5})\]: ?"  # torchrun --tee: the role and the local rank
     r")"
 )
-_TASK = re.compile(r" *(\d{1,7}): ?")  # srun --label
+_STAMP = re.compile(  # syslog, ts, and what else adds a time to what others print
+    rf"\[?(?P<time>{_ISO}|\d{{4}}/\d\d/\d\d \d\d:\d\d:\d\d"
+    r"|(?:[A-Z][a-z]{2} +\d{1,2} )?\d\d:\d\d:\d\d(?:[.,]\d+)?)\]?"
+    r"(?: \S+ [\w.-]+(?:\[\d+\])?:)? (?=\[(?:rank|default)\d)"
+)
+_GLUED = re.compile(r"(?<=.)(?=\[rank\d{1,7}\]: )")  # two ranks wrote at the same time, in one line
+_TASK = re.compile(r" *(\d{1,7}):(?!\d\d:\d\d) ?")  # srun --label, but no time
 _HOST = re.compile(
     r"(?P<name>[\w.-]{1,100})(?:: | +\| )(?=Traceback \(most recent|\[rank\d{1,7}\]:)"
 )  # pdsh, Docker Compose
 _EXITED_BY_MPI = re.compile(r"\s*(?:Process name: \[\[.*\],(?P<rank>\d{1,7})\]|Exit code: +(?P<code>\d{1,3}))\s*$")
 _BY_MPI = re.compile(r"process rank (?P<rank>\d{1,7}) with PID \d+ .*?exited on signal (?P<signal>\d{1,2})\b")
-_NO_VALUE = re.compile(r"['\"]loss['\"]: (?P<loss>-?(?:nan|inf))\b", re.IGNORECASE)  # transformers tells no step
+_NO_VALUE = re.compile(  # transformers tells no step, and 0 for a loss that has no value
+    r"['\"]loss['\"]: ['\"]?(?P<loss>-?(?:nan|inf)\b|0\.0['\"]?, ['\"]grad_norm['\"]: ['\"]?nan\b)", re.IGNORECASE
+)
 _BARE = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S")
 _WORKER = re.compile(r"pid=(\d+)\) world_rank=(\d{1,7})")  # Ray, once for each worker
 _TIME = re.compile(rf"(?P<iso>{_ISO})|\[?[EWIF](?P<day>\d{{3,4}}) (?P<clock>\d\d:\d\d:\d\d\.\d+)")
@@ -180,9 +188,14 @@ class Failure:
         return "" if where.startswith(("torchrun:", "accelerate:", "deepspeed:")) else where
 
     @property
+    def killed(self) -> bool:
+        """Whether it got SIGKILL."""
+        return self.code == -9 or self.type in ("SIGKILL", "Out Of Memory")
+
+    @property
     def follows(self) -> bool:
         """Whether it may follow from the failure of another rank."""
-        waited_for = self.type in ("ActorDiedError", "RayActorError")
+        waited_for = self.type in ("ActorDiedError", "RayActorError", "RendezvousClosedError")
         return self.code == -15 or self.type == "SIGTERM" or waited_for or bool(PEER_GONE.search(self.says))
 
 
@@ -376,7 +389,7 @@ class _Reader:
         text = raw[:_LONGEST].decode("utf-8", "replace").strip("\r\n")
         if "\x1b" in text:
             text = _COLORS.sub("", text)
-        for line in _of_json(text) if text.startswith('{"') else (text,):
+        for line in _lines_in(text):
             if self._tasks is None:
                 self._first.append(line)
                 if len(self._first) >= 64:
@@ -422,7 +435,8 @@ class _Reader:
             speaker.add_step(step, Logged(loss, seconds, speaker.time))
             return
         if "loss" in text and speaker.no_value is None and (lost := _NO_VALUE.search(text)):
-            speaker.no_value = log.lines, lost["loss"]
+            said = lost["loss"]
+            speaker.no_value = log.lines, "0.0 with a grad_norm of nan" if said.startswith("0") else said
         if "NCCL" in text:
             log.nccl.add(text)
         if "atchdog" in text or "last enqueued" in text:
@@ -461,6 +475,8 @@ class _Reader:
             if text.startswith(label):
                 pod, text = host, text[len(label) :]
                 break
+        if stamp := _STAMP.match(text):
+            when, text = stamp["time"], text[stamp.end() :]
         while found := _PREFIXES.match(text):
             text = text[found.end() :]
             pod = found["pod"] or found["actor"] or pod
@@ -659,6 +675,13 @@ class _Reader:
                 if found["key"] == "traceback" and len(log.summary) < _MOST_EVENTS:
                     log.summary.append(block)
                     self._block[pod] = None
+
+
+def _lines_in(text: str) -> list[str]:
+    """The lines that a line has, if it is JSON of a logger or Docker, or if two ranks wrote it."""
+    if text.startswith('{"'):
+        return _of_json(text)
+    return _GLUED.split(text) if text.count("[rank") > 1 else [text]
 
 
 def _of_json(text: str) -> list[str]:
@@ -876,7 +899,7 @@ class Job:
         """Ranks of which only srun says how they ended, before Slurm ended the others."""
         ends = [number for number, line in enumerate(self.slurm) if _ends_job(_CANCELLED.search(line))]
         told = self.slurm[: ends[0]] if ends else self.slurm
-        for order, ended in enumerate(filter(None, map(_TASK_ENDED.search, told))):
+        for order, ended in enumerate(filter(None, map(_TASK_ENDED.search, told)), start=1):
             code = re.search(r"exit code (\d{1,4})", ended["how"])
             kind = f"exit code {code[1]}" if code else _SIGNALS.get(ended["how"].strip(), shorter(ended["how"], 60))
             for rank in _numbers(ended["tasks"]):
@@ -965,11 +988,11 @@ def _events(ranks: Sequence[int], steps: Mapping[int, Mapping[int, Logged]]) -> 
 def _findings(job: Job) -> Iterator[Finding]:
     of_nccl = [*nccl.findings(job.nccl)]
     wrong = [finding for finding in of_nccl if finding.kind == "wrong"]
-    wrong = [*kernel.hardware(job.kernel), *wrong]
+    memory, hardware = [*_out_of_host_memory(job)], [*kernel.hardware(job.kernel)]
     explains = {finding.name for finding in wrong} - {"nccl_not_initialized"}
-    if explains:
-        yield from (finding for finding in wrong if finding.name in explains)
-    yield from _failed(job, explains)
+    told = explains | ({"killed"} if memory else set()) | ({"gpu_fault", "illegal_access"} if hardware else set())
+    yield from (*memory, *hardware, *(finding for finding in wrong if finding.name in explains))
+    yield from _failed(job, told)
     yield from _stopped(job, after_failure=any(not failure.follows for failure in job.failures))
     yield from _timeouts(job)
     yield from _blocked(job)
@@ -1030,6 +1053,8 @@ def _failed(job: Job, explains: Set[str]) -> Iterator[Finding]:
     known = _known(first)
     if known is not None and (known.name in explains or (known.name == "nccl" and explains)):
         return
+    if known is None and first.killed and "killed" in explains:
+        return
     same = [failure for failure in job.failures if _alike(failure) == _alike(first)]
     others = [failure for failure in job.failures if failure not in same]
     ordered = all(failure.follows or _is_before(first, failure) for failure in others)
@@ -1049,7 +1074,7 @@ def _failed(job: Job, explains: Set[str]) -> Iterator[Finding]:
             "Ctrl+C was pressed or a program sent SIGINT; if the job hung before, this is the line at which it waited"
         )
         fix = "if it hung, compare the lines of all ranks (`py-spy dump`, or the dumps of the flight recorder)"
-    elif first.code == -9 or first.type == "SIGKILL":
+    elif first.killed:
         title, name = f"{who} was killed (SIGKILL){where}{rest}", "killed"
         cause, fix = _KILL
     else:
@@ -1136,7 +1161,7 @@ def _known(failure: Failure) -> KnownError | None:
     known = known_in(failure.says) or known_in(failure.text)
     if known is not None and known.name == "worker_died":  # its own error, which says more, comes earlier in the chain
         known = known_in(failure.text)
-    return None if known is None or (known.follows and failure.follows) else known
+    return known
 
 
 _KILL = (
@@ -1208,23 +1233,31 @@ def _ends_job(end: re.Match[str] | None) -> bool:
     return end is not None and end["why"] != "TASK FAILURE" and bool(end["why"] or end["what"] == "JOB")
 
 
-def _stopped(job: Job, after_failure: bool) -> Iterator[Finding]:
-    """What a scheduler ended."""
+def _out_of_host_memory(job: Job) -> Iterator[Finding]:
+    """That a scheduler or the kernel killed a process for lack of memory."""
     killed = next((line for line in job.slurm if _KILLED_BY_SLURM.search(line)), None) or kernel.killed(job.kernel)
     memory = next((line for line in job.kubernetes if "OOMKilled" in line or "memory" in line), None)
     if killed or memory:
         tasks = [found for line in job.slurm if (found := _TASK_ENDED.search(line)) and "Memory" in found["how"]]
         where = f" on {tasks[0]['node']}" if tasks else ""
+        ranks = sorted(fail.speaker.rank for fail in job.failures if fail.killed and fail.speaker.rank is not None)
+        whom = ranks_in_words(ranks[:_SHOWN]) if ranks else "a process"
         yield Finding(
             "out_of_memory",
             "wrong",
-            f"the memory of the host ran out{where}, and the kernel killed a process",
+            f"the memory of the host ran out{where}, and the kernel killed {whom}",
             killed or memory or "",
             "the processes of the node exceeded the memory that the job asked for (host memory, not GPU memory)",
             "ask for more (--mem, or resources.limits.memory); use fewer workers of the data loader; do not load the"
             " whole data or checkpoint in each rank",
+            tuple(ranks[:_SHOWN]),
         )
-    elif job.kubernetes and not after_failure and not any(map(_POD_STOPPED.search, job.kubernetes)):
+
+
+def _stopped(job: Job, after_failure: bool) -> Iterator[Finding]:
+    """What a scheduler ended."""
+    memory = any(_out_of_host_memory(job))
+    if job.kubernetes and not memory and not after_failure and not any(map(_POD_STOPPED.search, job.kubernetes)):
         yield Finding("killed", "wrong", "a container was killed (SIGKILL, exit code 137)", job.kubernetes[0], *_KILL)
     end = _cancelled(job)
     if end is not None and (end["why"] or not after_failure):
@@ -1390,6 +1423,14 @@ def _notes(job: Job) -> Iterator[str]:
         last = f"; the one before ended with {job.restarts[-1]}" if job.restarts[-1] else ""
         times = counted(len(job.restarts) + 1, "time")
         yield f"torchrun started the ranks {times}; this is about the last attempt{last}."
+    newest = {rank: max(steps) for rank, steps in job.steps.items()}
+    oldest = min(newest.values(), default=0)
+    behind = [rank for rank, step in newest.items() if step == oldest]
+    if len(behind) < len(newest) and not (job.failures or job.timeouts):
+        yield (
+            f"{ranks_in_words(behind[:_SHOWN])} told of step {oldest:,} last, others of step {max(newest.values()):,}:"
+            " look there first if the job hung."
+        )
     if any(speaker.thinned for speaker in job.speakers):
         yield f"Of more than {_MOST_STEPS:,} steps of a rank, some are left out, most of them early ones."
     unnamed = [speaker for speaker in job.speakers if speaker.rank is None and speaker.lines]
