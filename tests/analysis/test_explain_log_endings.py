@@ -50,12 +50,27 @@ def progress(rank: int, enqueued: int, at: int = 1580) -> str:
     )
 
 
+RECORDED = (
+    "Traceback (most recent call last):\n"
+    '    File "/x/site-packages/torch/distributed/elastic/multiprocessing/errors/__init__.py", line 355, in wrapper\n'
+    "      return f(*args, **kwargs)\n"
+    '    File "/w/train.py", line 188, in main\n      loss = model(batch)\n  ValueError: too small\n  '
+)
+
+
+def block(rank: int, code: int, says: str) -> str:
+    """A failure in the list of torchrun."""
+    return (
+        f"[0]:\n  time      : 2026-03-14_14:33:5{rank % 8}\n  host      : n1\n  rank      : {rank} (local_rank:"
+        f" {rank % 8})\n  exitcode  : {code} (pid: 12)\n  error_file: <N/A>\n  traceback : {says}\n"
+    )
+
+
 def summary(rank: int, code: int, says: str = "To enable traceback see: https://pytorch.org/docs") -> str:
     return (
         f"{OF_TORCHRUN}torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
-        "train.py FAILED\nFailures:\n  <NO_OTHER_FAILURES>\nRoot Cause (first observed failure):\n[0]:\n"
-        f"  time      : 2026-03-14_14:33:50\n  host      : n1\n  rank      : {rank} (local_rank: {rank % 8})\n"
-        f"  exitcode  : {code} (pid: 12)\n  error_file: <N/A>\n  traceback : {says}\n"
+        "train.py FAILED\nFailures:\n  <NO_OTHER_FAILURES>\n--------\nRoot Cause (first observed failure):\n"
+        f"{block(rank, code, says)}========\n"
     )
 
 
@@ -330,6 +345,46 @@ ENDINGS = {
         "{'loss': 2.1, 'grad_norm': 1.2}\n{'loss': 0.0, 'grad_norm': nan, 'learning_rate': 1e-5}\n",
         [("nan_loss", ())],
         "the loss is 0.0 with a grad_norm of nan in line 2 of job.log",
+    ),
+    "the list of torchrun with tracebacks": (
+        summary(5, 1, RECORDED).replace("  <NO_OTHER_FAILURES>", block(1, 1, RECORDED.replace("188", "201"))),
+        [("first_failure", (1, 5))],
+        "all 2 ranks failed in the same way: ValueError: too small (train.py:188 in main)",
+    ),
+    "SIGTERM of a rank": (
+        summary(5, -15, "Signal 15 (SIGTERM) received by PID 12"),
+        [("stopped", (5,))],
+        "rank 5 was ended (SIGTERM)",
+    ),
+    "heartbeat monitor": (
+        "[rank1]:[E1127 12:20:00.000001 ProcessGroupNCCL.cpp:1413] [PG ID 0 PG GUID 0(default_pg) Rank 1] Heartbeat"
+        " monitor timed out! Process will be terminated after dumping debug info.\n",
+        [("watchdog_blocked", (1,))],
+        "NCCL's watchdog was blocked on rank 1",
+    ),
+    "dump signal": (
+        timed_out(2)
+        + "".join(
+            f"[rank{rank}]:[E1127 12:20:00.000001 ProcessGroupNCCL.cpp:1375] [PG ID 0 PG GUID 0(default_pg) Rank"
+            f" {rank}] Received a dump signal due to a collective timeout from rank 2 and we will try our best to dump the debug"
+            " info. Last enqueued NCCL work: 1579, last completed NCCL work: 1578.This is most likely caused by ...\n"
+            for rank in (0, 1)
+        )
+        + progress(2, 1580).replace("[PG 1 Rank", "[PG ID 0 PG GUID 0(default_pg) Rank"),
+        [("collective_timeout", (0, 1))],
+        "ranks 0, 1 did not call ALLREDUCE #1580, in which the others waited",
+    ),
+    "line of the collective": (
+        timed_out(0) + "[rank0]:[E321 02:07:08.40 ProcessGroupNCCL.cpp:730] Stack trace of the failed collective: \n"
+        "#0 all_reduce from /x/site-packages/torch/distributed/distributed_c10d.py:2789\n"
+        "#1 train from /w/train.py:57\n",
+        [("collective_timeout", (0,))],
+        "ALLREDUCE #1580 (train.py:57) reached its timeout on rank 0",
+    ),
+    "usage": (
+        "usage: torchrun [-h]\ntorchrun: error: unrecognized arguments: --nproc-per-nod=4\n",
+        [("first_failure", ())],
+        "job.log failed: usage error: unrecognized arguments: --nproc-per-nod=4",
     ),
     "Ctrl+C": (raised("KeyboardInterrupt"), [("interrupted", ())], "job.log was interrupted (Ctrl+C) (a.py:10 in go)"),
     "handled": (steps((1,)) + raised("ConnectionError: no route") + steps((2, 3, 4)), [], ""),

@@ -29,7 +29,7 @@ from labkit.common.files import open_regular
 from labkit.common.units import counted, milliseconds, ranks_in_words
 from labkit.record.events import OfRank
 from labkit.record.ranks import PEER_GONE
-from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped, error_in, place
+from labkit.record.stacks import LIBRARIES, MESSAGE_LIMIT, TEXT_LIMIT, clipped, error_in, place
 
 # ---- the lines of a file
 
@@ -69,6 +69,7 @@ _NO_VALUE = re.compile(  # transformers tells no step, and 0 for a loss that has
     r"['\"]loss['\"]: ['\"]?(?P<loss>-?(?:nan|inf)\b|0\.0['\"]?, ['\"]grad_norm['\"]: ['\"]?nan\b)", re.IGNORECASE
 )
 _BARE = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S")
+_USAGE = re.compile(r"(?:torchrun|accelerate|deepspeed|[\w.-]+\.py)(?: \w+)?: error: (?P<says>\S.*)")
 _WORKER = re.compile(r"pid=(\d+)\) world_rank=(\d{1,7})")  # Ray, once for each worker
 _TIME = re.compile(rf"(?P<iso>{_ISO})|\[?[EWIF](?P<day>\d{{3,4}}) (?P<clock>\d\d:\d\d:\d\d\.\d+)")
 _ISO_PARTS = re.compile(r"([\d-]{10})[T _]([\d:]{8})(?:[.,](\d+))?(.*)")
@@ -107,11 +108,13 @@ _WATCHDOG = re.compile(
     r"Timeout\(ms\)=(?P<limit>\d+)"
 )
 _PROGRESS = re.compile(
-    _WHO + r".*?(?:at (?:NCCL )?work(?: sequence id)?: (?P<at>\d+).*?)?last enqueued (?:NCCL )?work: (?P<called>-?\d+)"
+    _WHO
+    + r".*?(?:at (?:NCCL )?work(?: sequence id)?: (?P<at>\d+).*?)?[Ll]ast enqueued (?:NCCL )?work: (?P<called>-?\d+)"
     r", last completed (?:NCCL )?work: "
 )
 _DIED = re.compile(_WHO + r"(?:NCCL|Process group) watchdog thread terminated with exception: +(?P<says>.+)")
-_STUCK = re.compile(_WHO + r".*watchdog got stuck for (?P<seconds>\d+) seconds")
+_STUCK = re.compile(_WHO + r".*(?:watchdog got stuck for (?P<seconds>\d+) seconds|Heartbeat monitor timed out)")
+_FAILED_AT = re.compile(r"#\d{1,3} (?P<name>\S+) from (?P<file>\S+):(?P<line>\d+)\s*$")
 _SENT = re.compile(
     r"Received (?:Signals\.)?(?P<name>SIG[A-Z]+|\d+) death signal|SignalException: .* got signal: (?P<number>\d+)"
 )
@@ -226,6 +229,7 @@ class Speaker:
     thinned: bool = False  # whether some of them are left out
     lost: tuple[int | None, int] | None = None  # the first step with a loss that has no value, and the one before it
     since: int = 0  # steps of training after its last error
+    told: dict[str, str] | None = None  # the failure of torchrun's list to which a traceback belongs
     ignored: bool = False  # whether the next traceback is of an error that ends nothing
 
     def add_step(self, step: int, logged: Logged) -> None:
@@ -306,6 +310,7 @@ class Log:
     agent: list[tuple[int, int]] = field(default_factory=list)  # local rank and exit code
     timeouts: dict[int, Timeout] = field(default_factory=dict)  # by rank, the first
     called: dict[tuple[str, int], int] = field(default_factory=dict)  # by group and rank: the last collective
+    failed_at: str = ""  # the line of the script that called the first collective that timed out
     stuck: dict[int, int] = field(default_factory=dict)  # by rank: seconds for which the watchdog was blocked
     sent: tuple[str, str] = ("", "")  # the signal that torchrun received, and the line that says so
     restarts: list[str] = field(default_factory=list)  # the error before each restart of torchrun
@@ -389,7 +394,7 @@ class _Reader:
         text = raw[:_LONGEST].decode("utf-8", "replace").strip("\r\n")
         if "\x1b" in text:
             text = _COLORS.sub("", text)
-        for line in _lines_in(text):
+        for line in _lines_in(text) if text.startswith('{"') or text.count("[rank") > 1 else (text,):
             if self._tasks is None:
                 self._first.append(line)
                 if len(self._first) >= 64:
@@ -439,8 +444,11 @@ class _Reader:
             speaker.no_value = log.lines, "0.0 with a grad_norm of nan" if said.startswith("0") else said
         if "NCCL" in text:
             log.nccl.add(text)
-        if "atchdog" in text or "last enqueued" in text:
+        if "atchdog" in text or "ast enqueued" in text or "eartbeat" in text:
             self._add_watchdog(speaker, text)
+        elif text.startswith("#") and (frame := _FAILED_AT.match(text)):
+            if not log.failed_at and not any(part in frame["file"] for part in LIBRARIES):
+                log.failed_at = f"{frame['file'].rpartition('/')[2]}:{frame['line']}"
         elif "signal" in text and (sent := _SENT.search(text)):
             name = sent["name"] or sent["number"]
             if not log.sent[0]:
@@ -475,7 +483,7 @@ class _Reader:
             if text.startswith(label):
                 pod, text = host, text[len(label) :]
                 break
-        if stamp := _STAMP.match(text):
+        if (" [rank" in text or " [default" in text) and (stamp := _STAMP.match(text)):
             when, text = stamp["time"], text[stamp.end() :]
         while found := _PREFIXES.match(text):
             text = text[found.end() :]
@@ -519,6 +527,8 @@ class _Reader:
             pass
         elif speaker.message is not None:
             self._add_message(speaker, speaker.message, text)
+        elif ": error: " in text and (usage := _USAGE.match(text)):
+            speaker.bare = Failure(speaker, "usage error", usage["says"], "", speaker.time, self._log.lines)
         elif _BARE.match(text):
             kind, says = error_in(text) or ("", "")
             speaker.bare = Failure(speaker, kind, says, "", speaker.time, self._log.lines) if kind else None
@@ -574,12 +584,12 @@ class _Reader:
             return
         if _FROM_RAY.match(text):
             return
-        found = _EXCEPTION.match(text)
+        if speaker.told is not None:
+            self._close(speaker)
+            return
         traced = "\n".join([*speaker.whole, *speaker.open, text])
         speaker.open = []
-        kind, message = (
-            error_in(text) or (found["type"].rpartition(".")[2], found["message"] or "") if found else ("", "")
-        )
+        kind, message = _exception_in(text)
         if kind and speaker.ignored:
             speaker.ignored = False
         elif kind == "ProcessExitedException" and (ended := _SPAWN_ENDED.search(message)):
@@ -619,7 +629,9 @@ class _Reader:
 
     def _close(self, speaker: Speaker) -> None:
         """A traceback that has no last line: the process was killed while it wrote."""
-        speaker.message, speaker.open = None, []
+        if speaker.told is not None:
+            speaker.told["traceback"] = "\n".join(speaker.open).rstrip()[:TEXT_LIMIT]
+        speaker.message, speaker.open, speaker.told = None, [], None
 
     # -- lines of NCCL's watchdog, and of torchrun
 
@@ -639,7 +651,8 @@ class _Reader:
         if found := _DIED.search(text):
             self._add_death(speaker, found)
         if (found := _STUCK.search(text)) and len(log.stuck) < _MOST_EVENTS:
-            log.stuck.setdefault(int(found["rank"]), int(found["seconds"]))
+            rank = int(found["rank"])
+            log.stuck[rank] = max(log.stuck.get(rank, 0), int(found["seconds"] or 0))
 
     def _add_death(self, speaker: Speaker, died: re.Match[str]) -> None:
         """The error for which NCCL's watchdog ends its process."""
@@ -674,14 +687,21 @@ class _Reader:
                 block[found["key"]] = shorter(found["value"], 2000)
                 if found["key"] == "traceback" and len(log.summary) < _MOST_EVENTS:
                     log.summary.append(block)
+                    speaker.told = block if speaker.open else None  # of a function with torch's decorator `record`
                     self._block[pod] = None
+
+
+def _exception_in(text: str) -> tuple[str, str]:
+    """Type and message of the last line of a traceback; two empty texts for any other line."""
+    found = _EXCEPTION.match(text)
+    return error_in(text) or ((found["type"].rpartition(".")[2], found["message"] or "") if found else ("", ""))
 
 
 def _lines_in(text: str) -> list[str]:
     """The lines that a line has, if it is JSON of a logger or Docker, or if two ranks wrote it."""
     if text.startswith('{"'):
         return _of_json(text)
-    return _GLUED.split(text) if text.count("[rank") > 1 else [text]
+    return _GLUED.split(text)
 
 
 def _of_json(text: str) -> list[str]:
@@ -791,6 +811,7 @@ class Job:
         self.kubernetes = [line for log in self.logs for line in log.kubernetes]
         self.kernel = [line for log in self.logs for line in log.kernel]
         self.stuck = {rank: seconds for log in self.logs for rank, seconds in log.stuck.items()}
+        self.failed_at = next((log.failed_at for log in self.logs if log.failed_at), "")
         self.sent, self.sent_line = next((log.sent for log in self.logs if log.sent[0]), ("", ""))
         self.restarts = [said for log in self.logs for said in log.restarts]
         self._name_ranks()
@@ -861,9 +882,10 @@ class Job:
             said = block.get("traceback", "")
             said = "" if said.startswith("To enable traceback") else said
             ended = re.match(r"Signal \d+ \((SIG\w+)\)", said)
-            kind, message = error_in(said) or (ended[1] if ended else f"exit code {code[0] if code else '?'}", "")
+            kind, message = _exception_in(said.rpartition("\n")[2].strip()) if not ended else (ended[1], "")
             speaker = Speaker(log.path, local=int(ranks[2]), rank=rank)
-            by_rank[rank] = Failure(speaker, kind, message, "", None)
+            kind = kind or f"exit code {code[0] if code else '?'}"
+            by_rank[rank] = Failure(speaker, kind, message, said if "\n" in said else "", None)
             found.append(by_rank[rank])
         failure = by_rank[rank]
         failure.code = int(code[0]) if code else None
@@ -1068,6 +1090,9 @@ def _failed(job: Job, explains: Set[str]) -> Iterator[Finding]:
     elif first.type in _CRASHED:
         title, name = f"{who} crashed: {first.type}{where}{rest}", "crashed"
         cause, fix = _CRASHED[first.type]
+    elif first.type == "SIGTERM" and first.root:
+        title, name = f"{who} was ended (SIGTERM){rest}", "stopped"
+        cause, fix = _SENT_FROM["SIGTERM"]
     elif first.type == "KeyboardInterrupt":
         title, name = f"{who} was interrupted (Ctrl+C){where}{rest}", "interrupted"
         cause = (
@@ -1295,6 +1320,7 @@ def _timeouts(job: Job) -> Iterator[Finding]:
         return
     alike = {rank: timeout for rank, timeout in job.timeouts.items() if timeout.group == first.group}
     first_rank, first = min(alike.items(), key=lambda item: (item[1].number, item[0]))
+    call = first.words + (f" ({job.failed_at})" if job.failed_at else "")
     waiting = sorted(rank for rank, timeout in alike.items() if timeout.number == first.number)
     called = {rank: number for (group, rank), number in job.called.items() if group == first.group}
     behind = sorted(rank for rank, number in called.items() if number < first.number and rank not in waiting)
@@ -1306,11 +1332,11 @@ def _timeouts(job: Job) -> Iterator[Finding]:
         cause = "the ranks call different collectives at this point, so that they wait for each other"
         concerned = [first_rank, other]
     elif behind:
-        title = f"{ranks_in_words(behind[:_SHOWN])} did not call {first.words}, in which the others waited"
+        title = f"{ranks_in_words(behind[:_SHOWN])} did not call {call}, in which the others waited"
         cause = "the rank took a different branch, failed, or was still busy"
         concerned = behind
     else:
-        title = f"{first.words} reached its timeout on {ranks_in_words(waiting[:_SHOWN])}"
+        title = f"{call} reached its timeout on {ranks_in_words(waiting[:_SHOWN])}"
         cause = "the transfer hung, or a rank whose log is missing here did not call it"
         concerned = waiting
         if silent:
@@ -1341,8 +1367,8 @@ def _blocked(job: Job) -> Iterator[Finding]:
         yield Finding(
             "watchdog_blocked",
             "wrong",
-            f"NCCL's watchdog was blocked for {longest:,} s on {ranks_in_words(ranks)}",
-            f"watchdog got stuck for {longest:,} seconds without making progress",
+            f"NCCL's watchdog was blocked{f' for {longest:,} s' if longest else ''} on {ranks_in_words(ranks)}",
+            "the heartbeat monitor ended these processes, because their watchdog made no progress",
             "a call of CUDA or NCCL in this process does not return, most often because a kernel or a transfer hangs,"
             " or another thread holds Python's GIL within such a call",
             "look at the stacks of these ranks when it happens again (`py-spy dump --native`), and at the dumps of the"
