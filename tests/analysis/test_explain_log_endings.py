@@ -365,9 +365,9 @@ ENDINGS = {
     "dump signal": (
         timed_out(2)
         + "".join(
-            f"[rank{rank}]:[E1127 12:20:00.000001 ProcessGroupNCCL.cpp:1375] [PG ID 0 PG GUID 0(default_pg) Rank"
-            f" {rank}] Received a dump signal due to a collective timeout from rank 2 and we will try our best to dump the debug"
-            " info. Last enqueued NCCL work: 1579, last completed NCCL work: 1578.This is most likely caused by ...\n"
+            f"[rank{rank}]:[E1127 12:20:00.01 ProcessGroupNCCL.cpp:1375] [PG ID 0 PG GUID 0(default_pg) Rank"
+            f" {rank}] Received a dump signal due to a collective timeout from rank 2 and we will try our best to"
+            " dump the debug info. Last enqueued NCCL work: 1579, last completed NCCL work: 1578.This is most likely caused by ...\n"
             for rank in (0, 1)
         )
         + progress(2, 1580).replace("[PG 1 Rank", "[PG ID 0 PG GUID 0(default_pg) Rank"),

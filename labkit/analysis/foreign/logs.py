@@ -1468,7 +1468,7 @@ def _notes(job: Job) -> Iterator[str]:
     outside = job.slurm or job.kubernetes or job.kernel or job.nccl.warnings
     if not (said or outside or any(_not_finite(job))):
         yield "No error is in these lines. A job that hangs leaves its last lines; the flight recorder says more."
-    follow = bool(job.failures) and all(failure.follows for failure in job.failures)
+    follow = bool(job.failures) and all(failure.follows and not failure.root for failure in job.failures)
     explained = job.timeouts or job.kernel or any(finding.kind == "wrong" for finding in nccl.findings(job.nccl))
     if follow and not explained and _cancelled(job) is None:
         yield "All errors here follow from the end of another rank, whose log is not among these files."
