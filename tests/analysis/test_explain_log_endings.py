@@ -328,6 +328,11 @@ ENDINGS = {
         [("peers_missing", (0,))],
         "rank 0: not all ranks arrived at the rendezvous",
     ),
+    "name": (
+        of_rank(1, "ValueError: host not found: Name or service not known"),
+        [("name_not_resolved", (1,))],
+        "rank 1: the name of a host cannot be resolved",
+    ),
     "closed": (
         OF_TORCHRUN + "torch.distributed.elastic.rendezvous.api.RendezvousClosedError\n",
         [("rendezvous_closed", ())],
@@ -367,7 +372,7 @@ ENDINGS = {
         + "".join(
             f"[rank{rank}]:[E1127 12:20:00.01 ProcessGroupNCCL.cpp:1375] [PG ID 0 PG GUID 0(default_pg) Rank"
             f" {rank}] Received a dump signal due to a collective timeout from rank 2 and we will try our best to"
-            " dump the debug info. Last enqueued NCCL work: 1579, last completed NCCL work: 1578.This is most likely caused by ...\n"
+            " dump the debug info. Last enqueued NCCL work: 1579, last completed NCCL work: 1578.This is most likely\n"
             for rank in (0, 1)
         )
         + progress(2, 1580).replace("[PG 1 Rank", "[PG ID 0 PG GUID 0(default_pg) Rank"),
@@ -402,6 +407,15 @@ def test_how_a_job_ended(text, names, title, tmp_path):
 def test_an_error_that_only_reports_a_peer_is_no_cause(tmp_path):
     (finding,) = page(tmp_path, of_rank(0, "RuntimeError: Connection closed by peer [10.0.0.2]:1")).findings
     assert "lost the connection to another rank" in finding.cause and "logs of the other ranks" in finding.fix
+
+
+def test_the_evidence_has_the_last_error_of_nccl(tmp_path):
+    raised = "torch.distributed.DistBackendError: NCCL error in: x.cpp:3353, unhandled cuda error, NCCL version 2.21.5"
+    more = "".join(
+        f"[rank0]: {line}\n" for line in ("ncclUnhandledCudaError: Call failed.", "Last error:", "Cuda failure 1")
+    )
+    (finding,) = page(tmp_path, of_rank(0, raised) + more).findings
+    assert finding.name == "nccl" and finding.evidence.endswith("NCCL version 2.21.5 Cuda failure 1")
 
 
 def test_restarts_of_torchrun_in_one_log(tmp_path):

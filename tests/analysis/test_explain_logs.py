@@ -520,6 +520,27 @@ def test_nccl_that_is_as_it_should_be(tmp_path):
             "firewall",
         ),
         (
+            nccl(
+                0,
+                "socketPollConnect: connect to 169.254.20.10<52597> returned Connection refused, exceeded error retry"
+                " count after 35 attempts",
+                level="WARN",
+            ),
+            "nccl_unreachable",
+            "cannot reach",
+        ),
+        (
+            nccl(0, "NET/IB : mlx5_0:1 Got async event : port error", level="WARN")
+            + nccl(1, "NET/IB : Got completion from peer n0<37948> with error 12, opcode 2, len 1", level="WARN"),
+            "nccl_port_error",
+            "a cable",
+        ),
+        (
+            nccl(0, "Bootstrap Root : rank 1 of 8 ranks has already checked in", level="WARN"),
+            "nccl_rank_twice",
+            "--node-rank",
+        ),
+        (
             nccl(0, "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory", level="WARN"),
             "nccl_locked_memory",
             "limit of locked memory",

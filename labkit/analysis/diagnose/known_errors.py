@@ -181,6 +181,15 @@ KNOWN_ERRORS = (
         follows=True,
     ),
     KnownError(
+        "name_not_resolved",
+        r"host not found|Name or service not known|[Nn]ame resolution",
+        "the name of a host cannot be resolved",
+        "MASTER_ADDR or --rdzv-endpoint is a name that this node does not know; on Kubernetes, a name may be unknown "
+        "until its pod runs",
+        "check the name on this node (`getent hosts NAME`), or use the address; on Kubernetes, let the headless "
+        "service publish addresses that are not ready, or start again",
+    ),
+    KnownError(
         "no_connection",
         r"client socket has (?:timed out|failed to connect)|connection to the C10d store has failed",
         "the rank cannot connect to the address of the rendezvous",

@@ -1129,7 +1129,8 @@ def _failed(job: Job, explains: Set[str]) -> Iterator[Finding]:
 def _line_of(known: KnownError, failure: Failure) -> str:
     """What a failure says, or the line of its traceback by which it is known."""
     if re.search(known.pattern, failure.says, re.IGNORECASE):
-        return failure.says
+        before, found, last = failure.says.partition("\nLast error:")  # of NCCL, after what torch says about it
+        return f"{before.splitlines()[0]} {last}" if found else failure.says
     return next((line for line in failure.text.splitlines() if re.search(known.pattern, line)), failure.says)
 
 

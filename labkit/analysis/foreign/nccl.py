@@ -41,9 +41,12 @@ _BROKEN = re.compile(r"Got completion from peer (?P<peer>[^\s<]+)\S* with (?:err
 _PEER_ACCESS = re.compile(r"peer access is not supported")
 _UNREACHABLE = re.compile(
     r"Call to ibv_modify_qp failed with (?:error )?(?P<error>[^,]+)"
-    r"|Connect to (?P<peer>\S+?)(?:<\d+>)? (?:failed|returned) ?:? ?(?P<says>.*(?:No route|unreachable|timed out).*)"
+    r"|[Cc]onnect to (?P<peer>\S+?)(?:<\d+>)? (?:failed|returned) ?:? ?"
+    r"(?P<says>.*(?:No route|unreachable|timed out|connection abort|exceeded error).*)"
 )
 _NOT_REGISTERED = re.compile(r"Call to ibv_(?:reg|create)_\w+ failed.*Cannot allocate memory")
+_PORT = re.compile(r"NET/IB ?: ?(?P<port>\S+:\d+ )?Got async event ?: (?P<event>port error|local catastrophic error)")
+_TWICE = re.compile(r"rank (?P<rank>\d+) of (?P<ranks>\d+) ranks has already checked in")
 _RDMA = re.compile(r"NET/(?:IB\w*|(?:AWS )?Libfabric)(?P<direct>/GDRDMA)?$")
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
@@ -188,6 +191,8 @@ def findings(log: NcclLog) -> Iterator[Finding]:
     yield from _peer_access(log)
     yield from _unreachable(log)
     yield from _not_registered(log)
+    yield from _rank_twice(log)
+    yield from _port_error(log)
     yield from _broken_transfer(log)
     yield from _sockets(log)
     yield from _without_peer_access(log)
@@ -244,6 +249,37 @@ def _unreachable(log: NcclLog) -> Iterator[Finding]:
     yield Finding("nccl_unreachable", "wrong", title, shorter(line), cause, fix)
 
 
+def _rank_twice(log: NcclLog) -> Iterator[Finding]:
+    if warned := _warning(log, _TWICE):
+        line, found = warned
+        yield Finding(
+            "nccl_rank_twice",
+            "wrong",
+            f"two processes came to NCCL as rank {found['rank']} of {found['ranks']}",
+            shorter(line),
+            "the nodes have the same --node-rank, so that their processes have the same ranks; or two jobs use the same"
+            " address and port",
+            "give each node its own --node-rank (with the rendezvous c10d torchrun does), and each job its own"
+            " --master-port or --rdzv-id",
+            (int(found["rank"]),) if len(found["rank"]) < 8 else (),
+        )
+
+
+def _port_error(log: NcclLog) -> Iterator[Finding]:
+    """A port of InfiniBand that went down; transfers that fail follow from it."""
+    if warned := _warning(log, _PORT):
+        line, found = warned
+        yield Finding(
+            "nccl_port_error",
+            "wrong",
+            f"a port of InfiniBand or RoCE failed on {line.partition(':')[0]}: {found['port'] or ''}{found['event']}",
+            shorter(line),
+            "the link went down: a cable, a transceiver, a port of the switch, or the network card itself",
+            "look at the port (`ibstat`, `dmesg | grep mlx5`, `ibqueryerrors`), and leave the node out until it is"
+            " repaired",
+        )
+
+
 def _not_registered(log: NcclLog) -> Iterator[Finding]:
     if warned := _warning(log, _NOT_REGISTERED):
         yield Finding(
@@ -259,7 +295,7 @@ def _not_registered(log: NcclLog) -> Iterator[Finding]:
 
 def _broken_transfer(log: NcclLog) -> Iterator[Finding]:
     """A message over InfiniBand that the network card gave up."""
-    for line in log.warnings.values():
+    for line in log.warnings.values() if _warning(log, _PORT) is None else ():
         if broken := _BROKEN.search(line):
             here = line.partition(":")[0]
             yield Finding(
