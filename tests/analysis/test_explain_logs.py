@@ -669,6 +669,11 @@ def test_a_transfer_that_the_network_gave_up(status, tmp_path):
     assert not any("No error" in note for note in found.notes)
 
 
+def test_a_transfer_that_failed_because_its_peer_did(tmp_path):
+    text = nccl(0, "NET/IB : Got completion from peer 10.0.0.2<52423> with status=12 opcode=0", level="WARN")
+    assert names(page(tmp_path, text + labelled("[rank1]: "))) == ["first_failure"]
+
+
 # ---- hostile and strange files
 
 

@@ -1007,9 +1007,19 @@ def _events(ranks: Sequence[int], steps: Mapping[int, Mapping[int, Logged]]) -> 
         yield from step_events(rank, of_rank)
 
 
+_FROM_A_PEER = ("nccl_unreachable", "nccl_transfer_failed")  # also reported because the process of a peer has ended
+
+
+def _is_own(failure: Failure) -> bool:
+    """Whether a failure is neither one of NCCL nor a consequence of another one."""
+    known = _known(failure)
+    return not failure.follows and (known is None or known.name != "nccl")
+
+
 def _findings(job: Job) -> Iterator[Finding]:
     of_nccl = [*nccl.findings(job.nccl)]
-    wrong = [finding for finding in of_nccl if finding.kind == "wrong"]
+    left_out = _FROM_A_PEER if job.failures and _is_own(job.failures[0]) else ()
+    wrong = [finding for finding in of_nccl if finding.kind == "wrong" and finding.name not in left_out]
     memory, hardware = [*_out_of_host_memory(job)], [*kernel.hardware(job.kernel)]
     explains = {finding.name for finding in wrong} - {"nccl_not_initialized"}
     told = explains | ({"killed"} if memory else set()) | ({"gpu_fault", "illegal_access"} if hardware else set())
