@@ -391,6 +391,36 @@ ENDINGS = {
         [("first_failure", ())],
         "job.log failed: usage error: unrecognized arguments: --nproc-per-nod=4",
     ),
+    "after Slurm stopped it": (
+        CANCELLED.format("JOB 608", "DUE TO PREEMPTION") + raised("KeyboardInterrupt", label="0: "),
+        [("stopped_by_scheduler", ())],
+        "the job was preempted",
+    ),
+    "an error at the end": (
+        of_rank(0, "torch.OutOfMemoryError: CUDA out of memory.")
+        + of_rank(0, "BrokenPipeError: [Errno 32] Broken pipe"),
+        [("out_of_memory", (0,))],
+        "rank 0: a device ran out of memory",
+    ),
+    "an error while handling": (
+        of_rank(0, "torch.OutOfMemoryError: CUDA out of memory.")
+        + "\n[rank0]: During handling of the above exception, another exception occurred:\n\n"
+        + of_rank(
+            0, "torch.distributed.DistBackendError: NCCL error in: x.cpp:3353, remote process exited or there was"
+        ),
+        [("out_of_memory", (0,))],
+        "rank 0: a device ran out of memory",
+    ),
+    "Ray, repeated": (
+        raised("KeyError: 1 [repeated 3x across cluster] (Ray deduplicates logs)", label="(W pid=100, ip=10.0.0.2) "),
+        [("first_failure", ())],
+        "W pid=100 failed: KeyError: 1 (a.py:10 in go)",
+    ),
+    "Docker, killed": (
+        "trainer-1  | step 1 loss 2\ntrainer-1 exited with code 137\n",
+        [("killed", ())],
+        "a container was killed (SIGKILL, exit code 137)",
+    ),
     "Ctrl+C": (raised("KeyboardInterrupt"), [("interrupted", ())], "job.log was interrupted (Ctrl+C) (a.py:10 in go)"),
     "handled": (steps((1,)) + raised("ConnectionError: no route") + steps((2, 3, 4)), [], ""),
 }

@@ -129,6 +129,8 @@ _SPAWN_ENDED = re.compile(
 _FROM_RAY = re.compile(r"[\w.]*RayTaskError(?:\(\w+\))?: .*ray::")  # the traceback of the task follows
 _NO_FAILURE = ("Exception ignored in", "--- Logging error ---")  # before the traceback of an error that ends nothing
 _DIGITS = re.compile(r"\d")
+_FOLLOWING = ("SIGTERM", "KeyboardInterrupt", "ActorDiedError", "RayActorError", "RendezvousClosedError")
+_REPEATED = re.compile(r" *\[repeated \d+x across cluster\].*")  # Ray
 _ENOUGH_STEPS = 3  # of training after an error: the process has survived it
 _AGENT_SAYS = re.compile(r"failed \(exitcode: (?P<code>-?\d{1,4})\) local_rank: (?P<local>\d{1,5}) \(pid: \d+\)")
 _SUMMARY = re.compile(
@@ -162,7 +164,9 @@ _NODE_FAILED = re.compile(r"Node failure on (?P<node>[\w.,\[\]-]+)")
 _POD_STOPPED = re.compile(
     r"\bEvicted\b|DeadlineExceeded|\bPreempt(?:ed|ing)\b|TaintManagerEviction|NodeNotReady|NodeLost|NodeShutdown"
 )
-_IN_KUBERNETES = re.compile(rf"OOMKilled|exit code 137|Exit Code: +137|low on resource: memory|{_POD_STOPPED.pattern}")
+_IN_KUBERNETES = re.compile(
+    rf"OOMKilled|exit(?:ed with)? code 137|Exit Code: +137|low on resource: memory|{_POD_STOPPED.pattern}"
+)
 
 
 @dataclass
@@ -198,8 +202,7 @@ class Failure:
     @property
     def follows(self) -> bool:
         """Whether it may follow from the failure of another rank."""
-        waited_for = self.type in ("ActorDiedError", "RayActorError", "RendezvousClosedError")
-        return self.code == -15 or self.type == "SIGTERM" or waited_for or bool(PEER_GONE.search(self.says))
+        return self.code == -15 or self.type in _FOLLOWING or bool(PEER_GONE.search(self.says))
 
 
 @dataclass(eq=False)
@@ -263,9 +266,9 @@ class Speaker:
 
     @property
     def failure(self) -> Failure | None:
-        """What it ended with: the last error of a rank; of several ranks the first that follows from no other."""
-        own = [failure for failure in self.failures if not failure.follows] if self.several else []
-        return own[0] if own else self.failures[-1] if self.failures else None
+        """What it ended with: the last error of a rank that follows from no other; of several ranks, the first one."""
+        own = [failure for failure in self.failures if not failure.follows] or self.failures[-1:]
+        return None if not own else own[0] if self.several else own[-1]
 
     @property
     def name(self) -> str:
@@ -493,6 +496,8 @@ class _Reader:
             labelled = labelled or bool(found["rank"])
             local = int(found["local"]) if found["local"] else local
             when = found["time"] or when
+        if pod and "[repeated " in text:
+            text = _REPEATED.sub("", text)
         if "\r" in text:  # a bar of progress, which is written over itself
             text = text.rpartition("\r")[2]
         for worker in _WORKER.finditer(text) if "world_rank" in text and len(self._workers) < _MOST_SPEAKERS else ():
@@ -600,7 +605,10 @@ class _Reader:
             chained = bool(speaker.whole) and bool(speaker.failures) and any(map(_CHAINED.match, speaker.whole))
             failure = Failure(speaker, kind, message, clipped(traced), speaker.time, speaker.begun)
             if chained:  # the exception that was raised while another one was handled takes its place
-                failure.order = speaker.failures.pop().order
+                handled = speaker.failures.pop()
+                failure.order = handled.order
+                if failure.follows and not handled.follows:
+                    failure.type, failure.message = handled.type, handled.message
             if self._spawned is not None and speaker.several:
                 failure.speaker = self._of_spawn(self._spawned)
                 self._spawned = None
@@ -1080,7 +1088,7 @@ def _failed(job: Job, explains: Set[str]) -> Iterator[Finding]:
     if not job.failures:
         return
     first = job.failures[0]
-    if first.follows and (job.timeouts or _cancelled(job)):
+    if first.follows and (job.timeouts or job.sent or _cancelled(job)):
         return
     known = _known(first)
     if known is not None and (known.name in explains or (known.name == "nccl" and explains)):
@@ -1479,7 +1487,9 @@ def _notes(job: Job) -> Iterator[str]:
     outside = job.slurm or job.kubernetes or job.kernel or job.nccl.warnings
     if not (said or outside or any(_not_finite(job))):
         yield "No error is in these lines. A job that hangs leaves its last lines; the flight recorder says more."
-    follow = bool(job.failures) and all(failure.follows and not failure.root for failure in job.failures)
+    follow = bool(job.failures) and all(
+        failure.follows and not failure.root and failure.type != "KeyboardInterrupt" for failure in job.failures
+    )
     explained = job.timeouts or job.kernel or any(finding.kind == "wrong" for finding in nccl.findings(job.nccl))
     if follow and not explained and _cancelled(job) is None:
         yield "All errors here follow from the end of another rank, whose log is not among these files."
