@@ -608,7 +608,7 @@ class _Reader:
                 handled = speaker.failures.pop()
                 failure.order = handled.order
                 if failure.follows and not handled.follows:
-                    failure.type, failure.message = handled.type, handled.message
+                    failure.type, failure.message, failure.text = handled.type, handled.message, handled.text
             if self._spawned is not None and speaker.several:
                 failure.speaker = self._of_spawn(self._spawned)
                 self._spawned = None
