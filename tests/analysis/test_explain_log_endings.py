@@ -406,10 +406,10 @@ ENDINGS = {
         of_rank(0, "torch.OutOfMemoryError: CUDA out of memory.")
         + "\n[rank0]: During handling of the above exception, another exception occurred:\n\n"
         + of_rank(
-            0, "torch.distributed.DistBackendError: NCCL error in: x.cpp:3353, remote process exited or there was"
+            0, "torch.distributed.DistBackendError: NCCL error in: x.cpp:3353, remote process exited or there was", 99
         ),
         [("out_of_memory", (0,))],
-        "rank 0: a device ran out of memory",
+        "rank 0: a device ran out of memory (a.py:10 in go)",
     ),
     "Ray, repeated": (
         raised("KeyError: 1 [repeated 3x across cluster] (Ray deduplicates logs)", label="(W pid=100, ip=10.0.0.2) "),
