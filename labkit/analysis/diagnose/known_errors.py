@@ -173,14 +173,6 @@ KNOWN_ERRORS = (
         follows=True,
     ),
     KnownError(
-        "rendezvous_closed",
-        r"^RendezvousClosedError",
-        "the node came to a rendezvous that had already closed",
-        "the other nodes had finished or failed before, or the same --rdzv-id was used by an earlier job",
-        "look for the error in the logs of the other nodes; use a new --rdzv-id for each job",
-        follows=True,
-    ),
-    KnownError(
         "name_not_resolved",
         r"host not found|Name or service not known|[Nn]ame resolution",
         "the name of a host cannot be resolved",
@@ -452,23 +444,6 @@ KNOWN_ERRORS = (
         "custom kernel; the line shown may be a later one",
         "run again with CUDA_LAUNCH_BLOCKING=1, which names the kernel's call, or under `compute-sanitizer`; if it is "
         "always the same node, look for Xid in `dmesg`",
-    ),
-    KnownError(
-        "ray_memory",
-        r"running low on memory",
-        "the memory of the host ran out, and Ray killed a worker",
-        "Ray kills a worker when the memory of its node exceeds memory_usage_threshold (default: 0.95)",
-        "use fewer workers per node or of the data loader, or ask for more memory of the host; load data in parts",
-    ),
-    KnownError(
-        "ray_worker_died",
-        r"actor died unexpectedly|actor is dead because its worker process has died|worker died or was killed while"
-        r" executing",
-        "a worker process of Ray ended without an exception",
-        "the kernel killed it for lack of memory, it crashed, or its node was lost; the process that reports it only "
-        "waited for it",
-        "read the last lines of that worker (its pid is in the message) in /tmp/ray/session_latest/logs on its node, "
-        "and look for oom-kill in `dmesg`",
     ),
     KnownError(
         "one_gpu_twice",

@@ -1164,48 +1164,67 @@ def _file(path: Path) -> str:
     return shorter("/".join(path.parts[-3 if path.stem in ("stdout", "stderr", "error") else -1 :]), 60)
 
 
-_OUT_OF_MEMORY = KnownError(
-    "out_of_memory",
-    r"OutOfMemoryError|(?:CUDA|HIP|XPU) (?:error: )?out of memory|Cuda failure (?:\d+ )?'out of memory'"
-    r"|CUBLAS_STATUS_ALLOC_FAILED",
-    "a device ran out of memory",
-    "what the rank allocated exceeded the free memory; the message says how much was asked for, and what was free",
-    "use fewer samples per rank, activation checkpointing or FSDP; torch.cuda.memory._dump_snapshot writes what held"
-    " the memory, which labkit explain reads",
-)
-
-
-_DIFFERENT = KnownError(
-    "collective_mismatch",
-    MISMATCH.pattern,
-    "the ranks called different collectives, or the same one with different sizes",
-    "the ranks took different branches, or their tensors differ in shape or dtype at this call",
-    "compare the two calls that the message names; a collective belongs outside of branches that depend on the rank or"
-    " its data, and every rank calls it with the same shape and dtype",
-)
-
-
-_WAITED = KnownError(
-    "collective_timeout",
-    r"Timed out waiting \d+ms for (?:send|recv) operation",
-    "a collective of gloo reached its timeout",
-    "another rank never called it, called it later than the timeout (default: 30 minutes), or had ended",
-    "look at the logs of the other ranks: one failed, or is at a different line (`py-spy dump` shows it); raise"
-    " timeout= of init_process_group only if the ranks really differ by that much",
+_ONLY_IN_LOGS = (  # errors that runs of the lab find by more than their message, or that are of other launchers
+    KnownError(
+        "ray_memory",
+        r"running low on memory",
+        "the memory of the host ran out, and Ray killed a worker",
+        "Ray kills a worker when the memory of its node exceeds memory_usage_threshold (default: 0.95)",
+        "use fewer workers per node or of the data loader, or ask for more memory of the host; load data in parts",
+    ),
+    KnownError(
+        "ray_worker_died",
+        r"actor died unexpectedly|actor is dead because its worker process has died|worker died or was killed while"
+        r" executing",
+        "a worker process of Ray ended without an exception",
+        "the kernel killed it for lack of memory, it crashed, or its node was lost; the process that reports it only "
+        "waited for it",
+        "read the last lines of that worker (its pid is in the message) in /tmp/ray/session_latest/logs on its node, "
+        "and look for oom-kill in `dmesg`",
+    ),
+    KnownError(
+        "rendezvous_closed",
+        r"RendezvousClosedError",
+        "the node came to a rendezvous that had already closed",
+        "the other nodes had finished or failed before, or the same --rdzv-id was used by an earlier job",
+        "look for the error in the logs of the other nodes; use a new --rdzv-id for each job",
+    ),
+    KnownError(
+        "out_of_memory",
+        r"OutOfMemoryError|(?:CUDA|HIP|XPU) (?:error: )?out of memory|Cuda failure (?:\d+ )?'out of memory'"
+        r"|CUBLAS_STATUS_ALLOC_FAILED",
+        "a device ran out of memory",
+        "what the rank allocated exceeded the free memory; the message says how much was asked for, and what was free",
+        "use fewer samples per rank, activation checkpointing or FSDP; torch.cuda.memory._dump_snapshot writes what"
+        " held the memory, which labkit explain reads",
+    ),
+    KnownError(
+        "collective_mismatch",
+        MISMATCH.pattern,
+        "the ranks called different collectives, or the same one with different sizes",
+        "the ranks took different branches, or their tensors differ in shape or dtype at this call",
+        "compare the two calls that the message names; a collective belongs outside of branches that depend on the rank"
+        " or its data, and every rank calls it with the same shape and dtype",
+    ),
+    KnownError(
+        "collective_timeout",
+        r"Timed out waiting \d+ms for (?:send|recv) operation",
+        "a collective of gloo reached its timeout",
+        "another rank never called it, called it later than the timeout (default: 30 minutes), or had ended",
+        "look at the logs of the other ranks: one failed, or is at a different line (`py-spy dump` shows it); raise"
+        " timeout= of init_process_group only if the ranks really differ by that much",
+    ),
 )
 
 
 def _known(failure: Failure) -> KnownError | None:
-    if "running low on memory" not in failure.says and re.search(_OUT_OF_MEMORY.pattern, failure.says):
-        return _OUT_OF_MEMORY
-    if MISMATCH.search(failure.says):
-        return _DIFFERENT
-    if re.search(_WAITED.pattern, failure.says):
-        return _WAITED
-    known = known_in(failure.says) or known_in(failure.text)
-    if known is not None and known.name == "worker_died":  # its own error, which says more, comes earlier in the chain
-        known = known_in(failure.text)
-    return known
+    for known in _ONLY_IN_LOGS:
+        if re.search(known.pattern, failure.says, re.IGNORECASE):
+            return known
+    found = known_in(failure.says) or known_in(failure.text)
+    if found is not None and found.name == "worker_died":  # its own error, which says more, comes earlier in the chain
+        found = known_in(failure.text)
+    return found
 
 
 _KILL = (
