@@ -40,7 +40,7 @@ _ENOUGH = 2  # steps that must agree: in a single step, batches may coincide by 
 # Messages of gloo, NCCL and torchrun on a rank whose peer is gone: a consequence, if any other error is known.
 PEER_GONE = re.compile(
     r"connection (?:was likely )?(?:closed|reset|refused)|broken pipe|timed out|timeout|remote process exited|peer"
-    r" closed",
+    r" closed|communicator was aborted|got 0 bytes",
     re.IGNORECASE,
 )
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # numbers may differ between messages with the same cause

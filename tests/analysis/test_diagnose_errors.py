@@ -179,7 +179,18 @@ CONVOLVED = "Input type (torch.FloatTensor) and weight type (torch.HalfTensor) s
             "             Multiple gradient reduction is currently not supported",
             "parameter 3",
         ),
-        ("nccl", "DistBackendError", NCCL_CUDA, "peer access is not supported"),
+        ("peer_access", "DistBackendError", NCCL_CUDA, "peer access is not supported"),
+        (
+            "nccl",
+            "DistBackendError",
+            "NCCL error in: NCCLUtils.cpp:94, internal error, NCCL version 2.21.5",
+            "internal",
+        ),
+        ("gpu_fault", "RuntimeError", "CUDA error: uncorrectable ECC error encountered", "ECC"),
+        ("gpu_fault", "RuntimeError", "CUDA error: uncorrectable NVLink error detected during the execution", "NVLink"),
+        ("fabric_manager", "RuntimeError", "CUDA error: system not yet initialized", "not yet"),
+        ("illegal_access", "AcceleratorError", "CUDA error: an illegal memory access was encountered", "illegal"),
+        ("name_not_resolved", "ValueError", "host not found: Name or service not known", "host not found"),
     ],
 )
 def test_an_error_that_says_what_it_is(name, type, message, evidence):

@@ -441,3 +441,38 @@ def test_what_is_no_dump_is_refused_in_one_sentence(name, content, says, tmp_pat
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ForeignError, match=says):
         page(tmp_path / name)
+
+
+# ---- other layouts
+
+
+def test_dumps_of_older_layouts(tmp_path):
+    """Before version 2.1 an entry has one number, and the number of its group instead of its name; torch 2.1 wrote a
+    list of entries."""
+    new = ("process_group", "collective_seq_id", "p2p_seq_id", "op_id", "is_p2p", "timeout_ms")
+    old = {
+        rank: [{key: value for key, value in call.items() if key not in new} for call in calls]
+        for rank, calls in missing().items()
+    }
+    for calls in old.values():
+        for number, entry in enumerate(calls, start=1):
+            entry["seq_id"] = number
+    for name, dumps in {
+        "1.5": {r: {"version": "1.5", "entries": calls} for r, calls in old.items()},
+        "list": old,
+    }.items():
+        (finding,) = page(write(tmp_path / name, dumps)).findings
+        assert (finding.name, finding.ranks) == ("missing_in_collective", (1,))
+        assert finding.title == "rank 1 never called all_reduce #4 (train.py:88) of group 0"
+
+
+@pytest.mark.parametrize(
+    ("entries", "note"),
+    [
+        (job(2), "All recorded calls have completed: "),
+        ({0: [], 1: []}, "No call is recorded: set TORCH_FR_BUFFER_SIZE"),
+    ],
+)
+def test_dumps_in_which_no_rank_waits(tmp_path, entries, note):
+    found = page(written(tmp_path, entries))
+    assert not found.findings and any(said.startswith(note) for said in found.notes)

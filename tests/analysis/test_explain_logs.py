@@ -313,8 +313,9 @@ def test_the_memory_of_the_host_ran_out(tmp_path):
         " Killed.\nsrun: error: a1: task 1: Out Of Memory\n"
     )
     found = page(tmp_path, text)
-    finding = next(finding for finding in found.findings if finding.name == "out_of_memory")
-    assert finding.title == "the memory of the host ran out on a1, and the kernel killed a process"
+    (finding,) = found.findings
+    assert (finding.name, finding.ranks) == ("out_of_memory", (1,))
+    assert finding.title == "the memory of the host ran out on a1, and the kernel killed rank 1"
     found = page(tmp_path, "step 1\n    Reason:       OOMKilled\n    Exit Code:    137\n")
     assert names(found) == ["out_of_memory"]
 
@@ -501,6 +502,49 @@ def test_nccl_that_is_as_it_should_be(tmp_path):
             "nccl_shared_memory",
             "64 MB",
         ),
+        (job(between="NET/AWS Libfabric/0"), "nccl_no_gdr", "not available"),
+        (job(between="NET/IBext_v8/0/Shared"), "nccl_no_gdr", "not available"),
+        (
+            nccl(0, "Cuda failure 217 'peer access is not supported between these two devices'", level="WARN"),
+            "peer_access",
+            "usual for GeForce",
+        ),
+        (
+            nccl(0, "Call to ibv_modify_qp failed with 110 Connection timed out, on dev mlx5_0:1", level="WARN"),
+            "nccl_unreachable",
+            "GID index",
+        ),
+        (
+            nccl(0, "socketStartConnect: Connect to 10.1.1.2<43719> failed : No route to host", level="WARN"),
+            "nccl_unreachable",
+            "firewall",
+        ),
+        (
+            nccl(
+                0,
+                "socketPollConnect: connect to 169.254.20.10<52597> returned Connection refused, exceeded error retry"
+                " count after 35 attempts",
+                level="WARN",
+            ),
+            "nccl_unreachable",
+            "cannot reach",
+        ),
+        (
+            nccl(0, "NET/IB : mlx5_0:1 Got async event : port error", level="WARN")
+            + nccl(1, "NET/IB : Got completion from peer n0<37948> with error 12, opcode 2, len 1", level="WARN"),
+            "nccl_port_error",
+            "a cable",
+        ),
+        (
+            nccl(0, "Bootstrap Root : rank 1 of 8 ranks has already checked in", level="WARN"),
+            "nccl_rank_twice",
+            "--node-rank",
+        ),
+        (
+            nccl(0, "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory", level="WARN"),
+            "nccl_locked_memory",
+            "limit of locked memory",
+        ),
     ],
 )
 def test_what_is_off_in_nccl(tmp_path, text, name, says):
@@ -519,10 +563,19 @@ def test_a_communicator_that_is_never_completed(tmp_path):
     assert finding.title == "a communicator of NCCL with 4 ranks was never completed"
 
 
+def test_efa_is_as_it_should_be(tmp_path):
+    found = page(tmp_path, job(between="NET/AWS Libfabric/0/GDRDMA", network="Libfabric"))
+    assert not found.findings
+    transports = {pair["transport"] for pair in found.figures["nccl"]["pairs"]}
+    assert transports == {"P2P", "NET/AWS Libfabric/GDRDMA"}
+
+
 def test_shared_memory_explains_what_nccl_raises(tmp_path):
-    """The error that torch raises, "NCCL error: unhandled system error", is no second finding."""
+    """Neither the error that torch raises, "NCCL error: unhandled system error", nor the communicator that was never
+    completed is a second finding."""
     text = (
-        nccl(0, "Error: failed to extend /dev/shm/nccl-ab12 to 9637892 bytes", level="WARN")
+        nccl(0, "ncclCommInitRank comm 0x1 rank 0 nranks 2 cudaDev 0 busId 1000 commId 0xabc - Init START")
+        + nccl(0, "Error: failed to extend /dev/shm/nccl-ab12 to 9637892 bytes", level="WARN")
         + '[rank0]: Traceback (most recent call last):\n[rank0]:   File "/x/a.py", line 4, in go\n'
         "[rank0]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:90, unhandled system error\n"
     )
@@ -614,6 +667,11 @@ def test_a_transfer_that_the_network_gave_up(status, tmp_path):
     assert names(found) == ["nccl_transfer_failed"]
     assert found.findings[0].title.endswith("and 10.0.0.2 failed (status 12)")
     assert not any("No error" in note for note in found.notes)
+
+
+def test_a_transfer_that_failed_because_its_peer_did(tmp_path):
+    text = nccl(0, "NET/IB : Got completion from peer 10.0.0.2<52423> with status=12 opcode=0", level="WARN")
+    assert names(page(tmp_path, text + labelled("[rank1]: "))) == ["first_failure"]
 
 
 # ---- hostile and strange files

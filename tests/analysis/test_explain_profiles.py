@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import random
+import tarfile
 import tracemalloc
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -347,3 +349,30 @@ def test_a_folder_stands_for_the_files_that_can_be_explained(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ForeignError, match="has no file that can be explained"):
         page(tmp_path / "empty")
+
+
+# ---- files that do not say all
+
+
+def test_the_rank_of_a_trace_that_has_none(tmp_path):
+    """torch writes it only if the process group existed; then the name of the file may have it, or it is a text."""
+    for name, info in {"trace_rank_3.json": {}, "host_4711.json": {"rank": "3", "world_size": "4"}}.items():
+        path = write(tmp_path / name, trace([kernel(0, 10)]) | {"distributedInfo": info})
+        assert read_profile(path).rank == 3
+    assert read_profile(write(tmp_path / "host_1.json", trace([kernel(0, 1)]) | {"distributedInfo": {}})).rank is None
+
+
+def test_an_archive_and_a_file_of_which_nothing_is_left(tmp_path):
+    with zipfile.ZipFile(tmp_path / "traces.zip", "w") as file:
+        file.writestr("rank0.json", json.dumps(trace([kernel(0, 10)])))
+    with tarfile.open(tmp_path / "traces.tar.gz", "w:gz") as file:
+        file.add(tmp_path / "traces.zip")
+    for name in ("traces.zip", "traces.tar.gz"):
+        with pytest.raises(ForeignError, match="is an archive; unpack it"):
+            opening.explain([tmp_path / name])
+    whole = write(tmp_path / "a.json.gz", trace([kernel(0, 10)])).read_bytes()
+    (tmp_path / "a.json.gz").write_bytes(whole[:20])
+    with pytest.raises(
+        ForeignError, match=r"a\.json\.gz cannot be read: its compressed data is damaged .*; copy it again"
+    ):
+        opening.explain([tmp_path / "a.json.gz"])

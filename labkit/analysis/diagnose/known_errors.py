@@ -31,7 +31,8 @@ KNOWN_ERRORS = (
     ),
     KnownError(
         "unused_parameters",
-        r"Expected to have finished reduction in the prior iteration",
+        r"Expected to have finished reduction in the prior iteration"
+        r"|has parameters that were not used in producing the loss",
         "DDP received no gradient for some parameters",
         "DDP expects a gradient for every parameter; some parameters took no part in the loss, so their bucket never "
         "completed",
@@ -170,6 +171,15 @@ KNOWN_ERRORS = (
         "fewer processes were started than world_size or --nnodes × --nproc-per-node says, or one failed before it",
         "start the same torchrun command on every node, and look for an earlier error in the logs of the others",
         follows=True,
+    ),
+    KnownError(
+        "name_not_resolved",
+        r"host not found|Name or service not known|[Nn]ame resolution",
+        "the name of a host cannot be resolved",
+        "MASTER_ADDR or --rdzv-endpoint is a name that this node does not know; on Kubernetes, a name may be unknown "
+        "until its pod runs",
+        "check the name on this node (`getent hosts NAME`), or use the address; on Kubernetes, let the headless "
+        "service publish addresses that are not ready, or start again",
     ),
     KnownError(
         "no_connection",
@@ -401,6 +411,41 @@ KNOWN_ERRORS = (
         "run again with CUDA_LAUNCH_BLOCKING=1, or on the CPU, where the message names the index",
     ),
     KnownError(
+        "peer_access",
+        r"peer access is not supported between these two devices",
+        "two GPUs cannot access each other's memory",
+        "a library asked for peer access (P2P) that these GPUs do not have: usual for GeForce cards, in virtual "
+        "machines, and in a container that sees only some GPUs of the node",
+        "NCCL_P2P_DISABLE=1; in a container, make all GPUs of the node visible; update driver and NCCL, which both "
+        "decide which pairs count as peers",
+    ),
+    KnownError(
+        "gpu_fault",
+        r"uncorrectable (?:ECC|NVLink) error|Invalid access of peer GPU memory over nvlink|GPU (?:has fallen off|is"
+        r" lost)|CUDA error: hardware stack error",
+        "a GPU or its link failed",
+        "the driver reports an error of the hardware, which no script causes",
+        "leave the node out and resume from the last checkpoint; `dmesg | grep Xid` and `nvidia-smi -q -d ECC` tell "
+        "what failed, for the administrators",
+    ),
+    KnownError(
+        "fabric_manager",
+        r"system not yet initialized",
+        "the NVSwitches of the node are not initialized",
+        "NVIDIA's Fabric Manager, which GPUs with NVSwitch (HGX, DGX) need, is not running or does not fit the driver",
+        "`systemctl status nvidia-fabricmanager` on the node; install its version that equals the driver's",
+    ),
+    KnownError(
+        "illegal_access",
+        r"an illegal memory access was encountered|unspecified launch failure|misaligned address"
+        r"|CUDA error: an illegal instruction",
+        "a GPU kernel accessed memory that is not its own",
+        "an index out of range, a tensor that was freed or changed while another stream used it, or a fault of a "
+        "custom kernel; the line shown may be a later one",
+        "run again with CUDA_LAUNCH_BLOCKING=1, which names the kernel's call, or under `compute-sanitizer`; if it is "
+        "always the same node, look for Xid in `dmesg`",
+    ),
+    KnownError(
         "one_gpu_twice",
         r"Duplicate GPU detected",
         "two ranks use the same GPU",
@@ -498,8 +543,8 @@ KNOWN_ERRORS = (
     ),
     KnownError(
         "shared_memory",
-        r"(?:out of|insufficient) shared memory|creating shared memory|(?:shared memory|</torch_|shm).*No space left on"
-        r" device",
+        r"(?:out of|insufficient) shared memory|killed by signal: Bus error|creating shared memory"
+        r"|(?:shared memory|</torch_|shm).*No space left on device",
         "the shared memory (/dev/shm) is full",
         "NCCL and DataLoader workers pass data through /dev/shm, which often has only 64 MB in a container",
         "start the container with --shm-size=1g or --ipc=host, or use fewer DataLoader workers",

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.analysis.foreign import ForeignError
-from labkit.analysis.foreign.reading import Content
+from labkit.analysis.foreign.reading import Content, rank_in_name
 from labkit.common.files import open_regular
 from labkit.common.units import counted, size
 
@@ -392,6 +392,8 @@ def _describe(profile: Profile, metadata: dict[str, Any]) -> None:
     info = _as(dict, metadata.get("distributedInfo"), {})
     profile.base = _as(int, metadata.get("baseTimeNanoseconds"), 0)
     profile.rank, profile.world_size = _rank(info.get("rank")), _rank(info.get("world_size"))
+    if profile.rank is None:  # torch writes it only if the process group existed at the end of the profile
+        profile.rank = rank_in_name(profile.path)
     profile.backend = _as(str, info.get("backend"), None)
     profile.host = _as(str, metadata.get("host_name"), "")
     for group in _as(list, info.get("pg_config"), [])[:1000]:
@@ -405,6 +407,8 @@ def _describe(profile: Profile, metadata: dict[str, Any]) -> None:
 
 
 def _rank(value: Any) -> int | None:
+    if isinstance(value, str) and value.isdecimal() and len(value) < 9:
+        value = int(value)
     return value if type(value) is int and 0 <= value < 1 << 24 else None
 
 

@@ -104,6 +104,8 @@ def read_dump(path: Path) -> Dump:
             f"{path} has more than {size(_LARGEST)}; record fewer calls: set TORCH_FR_BUFFER_SIZE to 20000 or less"
         )
     dump = plain_value(data, path, "the file of the flight recorder")
+    if isinstance(dump, list) and "record_id" in as_dict(next(iter(dump), None)):  # torch 2.1 and 2.2
+        dump = {"entries": dump}
     entries = dump.get("entries") if isinstance(dump, dict) else None
     if not isinstance(entries, list):
         raise ForeignError(f"{path} has no list entries, so it is no dump of torch's flight recorder; name such dumps")
@@ -146,7 +148,7 @@ def _rank(path: Path, inside: Any) -> int:
 
 def _entry(entry: dict[str, Any], once: _Once) -> Entry:
     group = entry.get("process_group")
-    name, description = group if isinstance(group, (list, tuple)) and len(group) == 2 else ("", "")
+    name, description = group if isinstance(group, (list, tuple)) and len(group) == 2 else (entry.get("pg_id"), "")
     p2p = entry.get("is_p2p") is True
     done = entry.get("state") == "completed" or entry.get("retired") is True
     backend, _, op = _text(entry.get("profiling_name")).rpartition(":")
@@ -154,7 +156,7 @@ def _entry(entry: dict[str, Any], once: _Once) -> Entry:
         group=_text(name),
         description=_text(description),
         group_id=_text(entry.get("pg_id")),
-        number=as_number(entry.get("p2p_seq_id" if p2p else "collective_seq_id")),
+        number=as_number(entry.get("p2p_seq_id" if p2p else "collective_seq_id", entry.get("seq_id"))),  # before 2.1
         op=op or "unknown operation",
         state="completed" if done else _text(entry.get("state")) or "unknown",
         inputs=once(_shapes, entry.get("input_sizes")),
@@ -437,7 +439,7 @@ def _ranks_in_words(ranks: Sequence[int], of: Sequence[int] = ()) -> str:
 def _group_in_words(found: Problem | Group) -> str:
     name = found.group if isinstance(found, Problem) else found.name
     described = found.description if found.description not in ("", "undefined", name) else ""
-    return f"group {name}" + (f" ({described})" if described else "")
+    return f"group {name or 'without a name'}" + (f" ({described})" if described else "")
 
 
 def _call(entry: Entry) -> str:
@@ -716,7 +718,12 @@ def _notes(
         yield "A dump is not of version 2, whose layout is known; what is said about it may be wrong."
     if any(not dump.groups.get(group.name) for group in found for dump in by_rank.values()):
         yield "The ranks of a group are not recorded in all dumps; those that called its collectives count as members."
-    if not any(entry.where for dump in by_rank.values() for entry in dump.entries):
+    called = [entry for dump in by_rank.values() for entry in dump.entries]
+    if not called:
+        yield "No call is recorded: set TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE in an older torch)."
+    elif all(entry.done for entry in called):
+        yield "All recorded calls have completed: when the dumps were written, no rank waited in a collective."
+    if called and not any(entry.where for dump in by_rank.values() for entry in dump.entries):
         yield "No dump has stacks, so lines of the script are not known; JSON dumps never have them."
 
 

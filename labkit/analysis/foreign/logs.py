@@ -10,8 +10,8 @@ import math
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,17 @@ from typing import Any
 import msgspec
 
 from labkit.analysis.diagnose.finding import Finding, shorter
+from labkit.analysis.diagnose.hang import MISMATCH
 from labkit.analysis.diagnose.known_errors import KnownError, known_in
-from labkit.analysis.foreign import ForeignError, Page, Table, nccl, present
+from labkit.analysis.foreign import ForeignError, Page, Table, kernel, nccl, present
 from labkit.analysis.foreign.logged_steps import Logged, finite, first_not_finite, step_events, step_in, timed
-from labkit.analysis.foreign.reading import Content
+from labkit.analysis.foreign.reading import Content, rank_in_name
 from labkit.analysis.metrics import median
 from labkit.common.files import open_regular
 from labkit.common.units import counted, milliseconds, ranks_in_words
 from labkit.record.events import OfRank
 from labkit.record.ranks import PEER_GONE
-from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped, error_in, place
+from labkit.record.stacks import LIBRARIES, MESSAGE_LIMIT, TEXT_LIMIT, clipped, error_in, place
 
 # ---- the lines of a file
 
@@ -52,25 +53,43 @@ _PREFIXES = re.compile(
     r"|\[[A-Za-z_]+(?P<local>\d{1,5})\]: ?"  # torchrun --tee: the role and the local rank
     r")"
 )
-_TASK = re.compile(r" *(\d{1,7}): ?")  # srun --label
-_HOST = re.compile(r"(?P<name>[\w.-]{1,100})(?:: | +\| )(?=Traceback \(most recent)")  # pdsh, Docker Compose
+_STAMP = re.compile(  # syslog, ts, and what else adds a time to what others print
+    rf"\[?(?P<time>{_ISO}|\d{{4}}/\d\d/\d\d \d\d:\d\d:\d\d"
+    r"|(?:[A-Z][a-z]{2} +\d{1,2} )?\d\d:\d\d:\d\d(?:[.,]\d+)?)\]?"
+    r"(?: \S+ [\w.-]+(?:\[\d+\])?:)? (?=\[(?:rank|default)\d)"
+)
+_GLUED = re.compile(r"(?<=.)(?=\[rank\d{1,7}\]: )")  # two ranks wrote at the same time, in one line
+_TASK = re.compile(r" *(\d{1,7}):(?!\d\d:\d\d) ?")  # srun --label, but no time
+_HOST = re.compile(
+    r"(?P<name>[\w.-]{1,100})(?:: | +\| )(?=Traceback \(most recent|\[rank\d{1,7}\]:)"
+)  # pdsh, Docker Compose
+_EXITED_BY_MPI = re.compile(r"\s*(?:Process name: \[\[.*\],(?P<rank>\d{1,7})\]|Exit code: +(?P<code>\d{1,3}))\s*$")
 _BY_MPI = re.compile(r"process rank (?P<rank>\d{1,7}) with PID \d+ .*?exited on signal (?P<signal>\d{1,2})\b")
-_NO_VALUE = re.compile(r"['\"]loss['\"]: (?P<loss>-?(?:nan|inf))\b", re.IGNORECASE)  # transformers tells no step
+_NO_VALUE = re.compile(  # transformers tells no step, and 0 for a loss that has no value
+    r"['\"]loss['\"]: ['\"]?(?P<loss>-?(?:nan|inf)\b|0\.0['\"]?, ['\"]grad_norm['\"]: ['\"]?nan\b)", re.IGNORECASE
+)
 _BARE = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S")
+_USAGE = re.compile(r"(?:torchrun|accelerate|deepspeed|[\w.-]+\.py)(?: \w+)?: error: (?P<says>\S.*)")
 _WORKER = re.compile(r"pid=(\d+)\) world_rank=(\d{1,7})")  # Ray, once for each worker
-_TIME = re.compile(rf"(?P<iso>{_ISO})|\[?[EWIF](?P<day>\d{{4}}) (?P<clock>\d\d:\d\d:\d\d\.\d+)")
+_TIME = re.compile(rf"(?P<iso>{_ISO})|\[?[EWIF](?P<day>\d{{3,4}}) (?P<clock>\d\d:\d\d:\d\d\.\d+)")
 _ISO_PARTS = re.compile(r"([\d-]{10})[T _]([\d:]{8})(?:[.,](\d+))?(.*)")
 _TRACEBACK = "Traceback (most recent call last):"
 _OF_GROUP = re.compile(r"\s*\+-[-+]+(?: [\d.]+ -+)?\s*$|\s+[|+] ")  # the margin of an ExceptionGroup
 _OF_RICH = re.compile(r"[│|] (?:(?P<file>\S.*?):(?P<line>\d+) in (?P<name>[\w<>.]+))?.*")
 _CHAINED = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
 _NO_MESSAGE = re.compile(
-    r"\s*$|\[[\w/]|[EWIF]\d{4} |\d{4}-\d\d-\d\d|Traceback \(|\w+\.py:\d|={5}|-{5}|srun:|slurmstepd:"
+    r"\s*$|\[[\w/]|[EWIF]\d{3,4} |\d{4}-\d\d-\d\d|Traceback \(|\w+\.py:\d|={5}|-{5}|srun:|slurmstepd:"
 )
 _EXCEPTION = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
-_LAUNCHERS = {"ChildFailedError", "SignalException", "CalledProcessError"}  # a launcher reports the end of a rank
+_LAUNCHERS = {
+    "ChildFailedError",
+    "SignalException",
+    "CalledProcessError",
+    "ProcessRaisedException",
+}  # a launcher reports the end of a rank
 _CRASH = re.compile(
     r"Fatal Python error: (?P<python>.+)|terminate called after throwing an instance of '(?P<thrown>[^']+)'"
+    r"|Caught signal \d+ \((?P<ucx>[^:)]+)"
     r"|^(?P<shell>Segmentation fault|Bus error|Illegal instruction|Aborted)(?: \(core dumped\))?\s*$"
 )
 _SIGNALS = {
@@ -88,8 +107,32 @@ _WATCHDOG = re.compile(
     _WHO + r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<op>\w+).*?"
     r"Timeout\(ms\)=(?P<limit>\d+)"
 )
-_PROGRESS = re.compile(_WHO + r".*last enqueued (?:NCCL )?work: (?P<called>-?\d+), last completed (?:NCCL )?work: ")
-_AGENT_SAYS = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: \d+\)")
+_PROGRESS = re.compile(
+    _WHO
+    + r".*?(?:at (?:NCCL )?work(?: sequence id)?: (?P<at>\d+).*?)?[Ll]ast enqueued (?:NCCL )?work: (?P<called>-?\d+)"
+    r", last completed (?:NCCL )?work: "
+)
+_DIED = re.compile(_WHO + r"(?:NCCL|Process group) watchdog thread terminated with exception: +(?P<says>.+)")
+_STUCK = re.compile(_WHO + r".*(?:watchdog got stuck for (?P<seconds>\d+) seconds|Heartbeat monitor timed out)")
+_FAILED_AT = re.compile(r"#\d{1,3} (?P<name>\S+) from (?P<file>\S+):(?P<line>\d+)\s*$")
+_SENT = re.compile(
+    r"Received (?:Signals\.)?(?P<name>SIG[A-Z]+|\d+) death signal|SignalException: .* got signal: (?P<number>\d+)"
+)
+_CHILD_ENDED = re.compile(  # DeepSpeed, Lightning
+    r"'--local_rank=(?P<local>\d{1,5})'.*\] exits with return code = (?P<code>-?\d{1,4})"
+    r"|\[rank: (?P<rank>\d{1,5})\] Child process with PID \d+ terminated with code (?P<ended>-?\d{1,4})"
+)
+_SPAWNED = re.compile(r"-- Process (?P<process>\d{1,5}) terminated with the following error:")
+_SPAWN_ENDED = re.compile(
+    r"process (?P<process>\d{1,5}) terminated with (?:signal (?P<signal>SIG\w+)|exit code (?P<code>\d+))"
+)
+_FROM_RAY = re.compile(r"[\w.]*RayTaskError(?:\(\w+\))?: .*ray::")  # the traceback of the task follows
+_NO_FAILURE = ("Exception ignored in", "--- Logging error ---")  # before the traceback of an error that ends nothing
+_DIGITS = re.compile(r"\d")
+_FOLLOWING = ("SIGTERM", "KeyboardInterrupt", "ActorDiedError", "RayActorError", "RendezvousClosedError")
+_REPEATED = re.compile(r" *\[repeated \d+x across cluster\].*")  # Ray
+_ENOUGH_STEPS = 3  # of training after an error: the process has survived it
+_AGENT_SAYS = re.compile(r"failed \(exitcode: (?P<code>-?\d{1,4})\) local_rank: (?P<local>\d{1,5}) \(pid: \d+\)")
 _SUMMARY = re.compile(
     r"^\s*(?:(?P<root>Root Cause)|(?P<failures>Failures:)"
     r"|(?P<key>time|host|rank|exitcode|error_file|traceback)\s*: (?P<value>.*))"
@@ -112,14 +155,18 @@ _MARKS = re.compile(
 )
 _IN_SLURM = re.compile(r"(?:slurm[\w-]*|srun|sbatch): |oom[-_]kill")
 _CANCELLED = re.compile(
-    r"(?P<what>JOB|STEP) [\w.+]+ ON (?P<node>\S+) CANCELLED AT (?P<when>\S+)(?: DUE TO (?P<why>[A-Z ]*[A-Z]))?"
+    r"(?P<what>JOB|STEP) [\w.+]+ ON (?P<node>\S+) CANCELLED AT (?P<when>\S+)"
+    r"(?: DUE (?:TO|to) (?P<why>[A-Z][A-Za-z ]*[A-Za-z]))?"
 )
 _TASK_ENDED = re.compile(r"srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>[\d,\-]+): (?P<how>.+)")
 _KILLED_BY_SLURM = re.compile(r"[Dd]etected \d+ oom[-_]kill event|oom[-_]kill event")
-_IN_KUBERNETES = re.compile(
-    r"OOMKilled|exit code 137|Exit Code: +137|\bEvicted\b|low on resource: memory|DeadlineExceeded"
+_NODE_FAILED = re.compile(r"Node failure on (?P<node>[\w.,\[\]-]+)")
+_POD_STOPPED = re.compile(
+    r"\bEvicted\b|DeadlineExceeded|\bPreempt(?:ed|ing)\b|TaintManagerEviction|NodeNotReady|NodeLost|NodeShutdown"
 )
-_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])rank[._-]?(\d{1,7})(?!\d)")
+_IN_KUBERNETES = re.compile(
+    rf"OOMKilled|exit(?:ed with)? code 137|Exit Code: +137|low on resource: memory|{_POD_STOPPED.pattern}"
+)
 
 
 @dataclass
@@ -143,13 +190,19 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """`train.py:88 in step`; empty if there is no traceback."""
-        return place(self.text)
+        """`train.py:88 in step`; empty if there is no traceback, or only one of the launcher."""
+        where = place(self.text)
+        return "" if where.startswith(("torchrun:", "accelerate:", "deepspeed:")) else where
+
+    @property
+    def killed(self) -> bool:
+        """Whether it got SIGKILL."""
+        return self.code == -9 or self.type in ("SIGKILL", "Out Of Memory")
 
     @property
     def follows(self) -> bool:
         """Whether it may follow from the failure of another rank."""
-        return self.code == -15 or self.type == "SIGTERM" or bool(PEER_GONE.search(self.says))
+        return self.code == -15 or self.type in _FOLLOWING or bool(PEER_GONE.search(self.says))
 
 
 @dataclass(eq=False)
@@ -171,15 +224,23 @@ class Speaker:
     open: list[str] = field(default_factory=list)  # lines of a traceback that has not ended
     whole: list[str] = field(default_factory=list)  # the tracebacks before it in its chain
     begun: int = 0  # number of the line at which it began
+    lead: str = ""  # what a logger writes before each of its lines, with 0 for all digits
     message: Failure | None = None  # whose message may go on
     bare: Failure | None = None  # the last line that names an error, without a traceback
     no_value: tuple[int, str] | None = None  # the first line with a loss that has none, and that loss
     steps: dict[int, Logged] = field(default_factory=dict)  # of training
     thinned: bool = False  # whether some of them are left out
     lost: tuple[int | None, int] | None = None  # the first step with a loss that has no value, and the one before it
+    since: int = 0  # steps of training after its last error
+    told: dict[str, str] | None = None  # the failure of torchrun's list to which a traceback belongs
+    ignored: bool = False  # whether the next traceback is of an error that ends nothing
 
     def add_step(self, step: int, logged: Logged) -> None:
         """A further step. Of too many, every second one so far is left out, but not those of `lost`."""
+        if self.failures and step > max(self.steps, default=-1):
+            self.since += 1
+            if self.since >= _ENOUGH_STEPS:
+                self.failures, self.message = [], None
         if self.lost is None and logged.loss is not None and not math.isfinite(logged.loss):
             self.lost = next(reversed(self.steps), None), step
         self.steps[step] = logged
@@ -197,6 +258,17 @@ class Speaker:
     def only_errors(self) -> bool:
         """Whether all its lines are of stderr, so that a line after an error belongs to the error."""
         return self.path.stem == "stderr" or self.labelled
+
+    @property
+    def several(self) -> bool:
+        """Whether it may be several ranks, which do not label their lines."""
+        return self.rank is None and self.local is None and self.task is None
+
+    @property
+    def failure(self) -> Failure | None:
+        """What it ended with: the last error of a rank that follows from no other; of several ranks, the first one."""
+        own = [failure for failure in self.failures if not failure.follows] or self.failures[-1:]
+        return None if not own else own[0] if self.several else own[-1]
 
     @property
     def name(self) -> str:
@@ -220,6 +292,11 @@ class Timeout:
     seconds: float
 
     @property
+    def of_all(self) -> bool:
+        """Whether its group has all ranks, as far as it says; torch before 2.4 does not say the group."""
+        return self.group in ("", "0")
+
+    @property
     def words(self) -> str:
         """`ALLREDUCE #57`."""
         return f"{self.op} #{self.number}"
@@ -236,8 +313,13 @@ class Log:
     agent: list[tuple[int, int]] = field(default_factory=list)  # local rank and exit code
     timeouts: dict[int, Timeout] = field(default_factory=dict)  # by rank, the first
     called: dict[tuple[str, int], int] = field(default_factory=dict)  # by group and rank: the last collective
+    failed_at: str = ""  # the line of the script that called the first collective that timed out
+    stuck: dict[int, int] = field(default_factory=dict)  # by rank: seconds for which the watchdog was blocked
+    sent: tuple[str, str] = ("", "")  # the signal that torchrun received, and the line that says so
+    restarts: list[str] = field(default_factory=list)  # the error before each restart of torchrun
     slurm: list[str] = field(default_factory=list)
     kubernetes: list[str] = field(default_factory=list)
+    kernel: list[str] = field(default_factory=list)
     lines: int = 0
     cut: str = ""
 
@@ -307,13 +389,15 @@ class _Reader:
         self._workers: dict[str, int] = {}  # of Ray: the rank of a process
         self._block: dict[str, dict[str, str] | None] = {}  # by pod: the failure that torchrun lists now
         self._root: dict[str, bool] = {}
+        self._spawned: int | None = None  # the process of torch.multiprocessing.spawn whose error follows
+        self._of_mpi: int | None = None  # the rank whose exit code follows
 
     def line(self, raw: bytes) -> None:
         """The next line."""
         text = raw[:_LONGEST].decode("utf-8", "replace").strip("\r\n")
         if "\x1b" in text:
             text = _COLORS.sub("", text)
-        for line in _of_json(text) if text.startswith('{"') else (text,):
+        for line in _lines_in(text) if text.startswith('{"') or text.count("[rank") > 1 else (text,):
             if self._tasks is None:
                 self._first.append(line)
                 if len(self._first) >= 64:
@@ -359,16 +443,33 @@ class _Reader:
             speaker.add_step(step, Logged(loss, seconds, speaker.time))
             return
         if "loss" in text and speaker.no_value is None and (lost := _NO_VALUE.search(text)):
-            speaker.no_value = log.lines, lost["loss"]
+            said = lost["loss"]
+            speaker.no_value = log.lines, "0.0 with a grad_norm of nan" if said.startswith("0") else said
         if "NCCL" in text:
             log.nccl.add(text)
-        if "atchdog" in text or "last enqueued" in text:
+        if "atchdog" in text or "ast enqueued" in text or "eartbeat" in text:
             self._add_watchdog(speaker, text)
+        elif text.startswith("#") and (frame := _FAILED_AT.match(text)):
+            if not log.failed_at and not any(part in frame["file"] for part in LIBRARIES):
+                log.failed_at = f"{frame['file'].rpartition('/')[2]}:{frame['line']}"
+        elif "signal" in text and (sent := _SENT.search(text)):
+            name = sent["name"] or sent["number"]
+            if not log.sent[0]:
+                log.sent = _signal(int(name)) if name.isdecimal() else name, shorter(text)
+        elif "will restart worker group" in text:
+            self._restart()
         elif ":" in text or "Cause" in text:
             self._add_summary(speaker, text)
-        if ("srun" in text or "slurm" in text or "oom" in text) and _IN_SLURM.search(text):
+        self._add_outside(text)
+
+    def _add_outside(self, text: str) -> None:
+        """A line of the kernel, of Slurm or of Kubernetes."""
+        log = self._log
+        if ("NVRM" in text or "oom" in text or "f memory: Kill" in text) and kernel.is_of_kernel(text):
+            log.kernel += [shorter(text)] * (len(log.kernel) < _MOST_EVENTS)
+        elif ("srun" in text or "slurm" in text or "oom" in text) and _IN_SLURM.search(text):
             log.slurm += [shorter(text)] * (len(log.slurm) < _MOST_EVENTS)
-        elif ("xit " in text or "Reason" in text or "memory" in text or "pod" in text) and _IN_KUBERNETES.search(text):
+        elif ("xit " in text or "Reason" in text or "memory" in text or "od" in text) and _IN_KUBERNETES.search(text):
             log.kubernetes += [shorter(text)] * (len(log.kubernetes) < _MOST_EVENTS)
 
     def _speaker(self, text: str) -> tuple[Speaker | None, str, str]:
@@ -385,6 +486,8 @@ class _Reader:
             if text.startswith(label):
                 pod, text = host, text[len(label) :]
                 break
+        if (" [rank" in text or " [default" in text) and (stamp := _STAMP.match(text)):
+            when, text = stamp["time"], text[stamp.end() :]
         while found := _PREFIXES.match(text):
             text = text[found.end() :]
             pod = found["pod"] or found["actor"] or pod
@@ -393,6 +496,8 @@ class _Reader:
             labelled = labelled or bool(found["rank"])
             local = int(found["local"]) if found["local"] else local
             when = found["time"] or when
+        if pod and "[repeated " in text:
+            text = _REPEATED.sub("", text)
         if "\r" in text:  # a bar of progress, which is written over itself
             text = text.rpartition("\r")[2]
         for worker in _WORKER.finditer(text) if "world_rank" in text and len(self._workers) < _MOST_SPEAKERS else ():
@@ -408,85 +513,174 @@ class _Reader:
     # -- errors of a speaker
 
     def _add_traceback(self, speaker: Speaker, text: str) -> None:
+        if speaker.lead and _DIGITS.sub("0", text[: len(speaker.lead)]) == speaker.lead:
+            text = text[len(speaker.lead) :]
         if text.startswith((_TRACEBACK, "Exception in thread")) or (_TRACEBACK in text and not speaker.open):
             self._close(speaker)
+            lead, begins, rest = text.partition(_TRACEBACK)
+            speaker.lead = speaker.lead if text.startswith(_TRACEBACK) else _DIGITS.sub("0", lead) if begins else ""
             speaker.begun = self._log.lines
-            speaker.open = [text]
+            speaker.open = [begins + rest or text]
         elif speaker.open:
             self._go_on(speaker, text)
-        elif text.startswith(_CRASHES) and (crash := _CRASH.search(text)):
-            kind = crash["python"] or crash["thrown"] or crash["shell"]
+        elif text.startswith(_NO_FAILURE):
+            speaker.ignored, speaker.message = True, None
+        elif (text.startswith(_CRASHES) or "Caught signal" in text) and (crash := _CRASH.search(text)):
+            kind = next(filter(None, crash.groups()))
             self._failed(speaker, Failure(speaker, kind, "", text, speaker.time, self._log.lines))
-        elif "exited on signal" in text and (killed := _BY_MPI.search(text)):
-            said = Speaker(speaker.path, rank=int(killed["rank"]))
-            self._failed(said, Failure(said, _signal(int(killed["signal"])), "", "", speaker.time, self._log.lines))
-            self._speakers[("mpirun", said.rank)] = said
-        elif ": line " in text and (killed := _KILLED_BY_SHELL.search(text)):
-            self._failed(speaker, Failure(speaker, _SIGNALS[killed[1]], "", "", speaker.time, self._log.lines))
+        elif self._add_launcher(speaker, text):
+            pass
         elif speaker.message is not None:
-            message = speaker.message
-            if what := _WHAT.match(text):
-                message.message = what["message"][:MESSAGE_LIMIT]
-            elif not _NO_MESSAGE.match(text) and not _CHAINED.match(text) and len(message.text) < 2 * TEXT_LIMIT:
-                message.text += f"\n{text}"
-                if speaker.only_errors and len(message.message) < MESSAGE_LIMIT:
-                    message.message += f"\n{text}"
-            elif _CHAINED.match(text) or not text.strip():
-                speaker.whole = [*speaker.whole, text][-_MOST_LINES:]
-            else:
-                speaker.message = None
+            self._add_message(speaker, speaker.message, text)
+        elif ": error: " in text and (usage := _USAGE.match(text)):
+            speaker.bare = Failure(speaker, "usage error", usage["says"], "", speaker.time, self._log.lines)
         elif _BARE.match(text):
             kind, says = error_in(text) or ("", "")
             speaker.bare = Failure(speaker, kind, says, "", speaker.time, self._log.lines) if kind else None
         elif speaker.whole and text.strip():
             speaker.whole = []
 
+    def _add_launcher(self, speaker: Speaker, text: str) -> bool:
+        """Whether a line is what mpirun, a shell or torch.multiprocessing.spawn says of the end of a process."""
+        if text.startswith("-- Process") and (spawned := _SPAWNED.match(text)):
+            self._spawned = int(spawned["process"])
+        elif (self._of_mpi is not None or "Process name: [[" in text) and (ended := _EXITED_BY_MPI.match(text)):
+            if ended["rank"]:
+                self._of_mpi = int(ended["rank"])
+            elif self._of_mpi is not None:
+                self._add_end(speaker, self._of_mpi, f"exit code {ended['code']}")
+                self._of_mpi = None
+        elif "exited on signal" in text and (killed := _BY_MPI.search(text)):
+            self._add_end(speaker, int(killed["rank"]), _signal(int(killed["signal"])))
+        elif ": line " in text and (killed := _KILLED_BY_SHELL.search(text)):
+            self._failed(speaker, Failure(speaker, _SIGNALS[killed[1]], "", "", speaker.time, self._log.lines))
+        else:
+            return False
+        return True
+
+    def _add_end(self, speaker: Speaker, rank: int, kind: str) -> None:
+        """How a rank ended, as mpirun says it."""
+        said = Speaker(speaker.path, rank=rank)
+        self._failed(said, Failure(said, kind, "", "", speaker.time, self._log.lines))
+        self._speakers[("mpirun", rank)] = said
+
+    def _add_message(self, speaker: Speaker, message: Failure, text: str) -> None:
+        """A line after an error, which may belong to its message."""
+        if (what := _WHAT.match(text)) and (died := _DIED.search(text)):
+            speaker.failures = [failure for failure in speaker.failures if failure is not message]
+            speaker.message = None
+            self._add_death(speaker, died)
+        elif what:
+            message.message = what["message"][:MESSAGE_LIMIT]
+        elif not _NO_MESSAGE.match(text) and not _CHAINED.match(text) and len(message.text) < 2 * TEXT_LIMIT:
+            message.text += f"\n{text}"
+            if speaker.only_errors and len(message.message) < MESSAGE_LIMIT:
+                message.message += f"\n{text}"
+        elif _CHAINED.match(text) or not text.strip():
+            speaker.whole = [*speaker.whole, text][-_MOST_LINES:]
+        else:
+            speaker.message = None
+
     def _go_on(self, speaker: Speaker, text: str) -> None:
         """A line after the beginning of a traceback: a frame, or the exception, which ends it."""
-        if text.startswith((" ", "\t", _TRACEBACK)) or not text.strip():
+        if text.startswith((" ", "\t", "> File", _TRACEBACK)) or not text.strip():
             if len(speaker.open) < _MOST_LINES:
                 speaker.open.append(text)
             return
-        found = _EXCEPTION.match(text)
+        if _FROM_RAY.match(text):
+            return
+        if speaker.told is not None:
+            self._close(speaker)
+            return
         traced = "\n".join([*speaker.whole, *speaker.open, text])
         speaker.open = []
-        kind, message = (
-            error_in(text) or (found["type"].rpartition(".")[2], found["message"] or "") if found else ("", "")
-        )
-        if kind and kind not in _LAUNCHERS:
+        kind, message = _exception_in(text)
+        if kind and speaker.ignored:
+            speaker.ignored = False
+        elif kind == "ProcessExitedException" and (ended := _SPAWN_ENDED.search(message)):
+            said = self._of_spawn(int(ended["process"]))
+            how = ended["signal"] or f"exit code {ended['code']}"
+            self._failed(said, Failure(said, how, "", clipped(traced), speaker.time, speaker.begun))
+        elif kind and kind not in _LAUNCHERS:
             chained = bool(speaker.whole) and bool(speaker.failures) and any(map(_CHAINED.match, speaker.whole))
             failure = Failure(speaker, kind, message, clipped(traced), speaker.time, speaker.begun)
             if chained:  # the exception that was raised while another one was handled takes its place
-                failure.order = speaker.failures.pop().order
-            self._failed(speaker, failure)
+                handled = speaker.failures.pop()
+                failure.order = handled.order
+                if failure.follows and not handled.follows:
+                    failure.type, failure.message, failure.text = handled.type, handled.message, handled.text
+            if self._spawned is not None and speaker.several:
+                failure.speaker = self._of_spawn(self._spawned)
+                self._spawned = None
+            self._failed(failure.speaker, failure)
             speaker.whole = traced.split("\n")[-_MOST_LINES:]
 
+    def _of_spawn(self, local: int) -> Speaker:
+        """A process of torch.multiprocessing.spawn."""
+        return self._speakers.setdefault(("spawn", local), Speaker(self._log.path, local=local, year=self._year))
+
+    def _restart(self) -> None:
+        """torchrun starts all ranks again: what they failed with before does not end the job."""
+        failures = [speaker.failure for speaker in self._speakers.values() if speaker.failure is not None]
+        first = min(failures, key=_order, default=None)
+        if len(self._log.restarts) < _MOST_EVENTS:
+            self._log.restarts.append(f"{first.speaker.name}: {shorter(first.says, 120)}" if first else "")
+        for speaker in self._speakers.values():
+            self._close(speaker)
+            speaker.failures, speaker.bare = [], None
+        self._log.timeouts, self._log.called, self._log.stuck, self._log.agent = {}, {}, {}, []
+
     def _failed(self, speaker: Speaker, failure: Failure) -> None:
-        speaker.message = failure
+        speaker.message, speaker.since = failure, 0
         if len(speaker.failures) < _MOST_ERRORS:
             speaker.failures.append(failure)
 
     def _close(self, speaker: Speaker) -> None:
         """A traceback that has no last line: the process was killed while it wrote."""
-        speaker.message, speaker.open = None, []
+        if speaker.told is not None:
+            speaker.told["traceback"] = "\n".join(speaker.open).rstrip()[:TEXT_LIMIT]
+        speaker.message, speaker.open, speaker.told = None, [], None
 
     # -- lines of NCCL's watchdog, and of torchrun
 
     def _add_watchdog(self, speaker: Speaker, text: str) -> None:
         log = self._log
         if (found := _WATCHDOG.search(text)) and len(log.timeouts) < _MOST_EVENTS:
-            timeout = Timeout(found["group"] or "0", found["op"], int(found["number"]), int(found["limit"]) / 1000)
+            timeout = Timeout(found["group"] or "", found["op"], int(found["number"]), int(found["limit"]) / 1000)
             log.timeouts.setdefault(int(found["rank"]), timeout)
             if speaker.local is not None and speaker.rank is None:
                 speaker.rank = int(found["rank"])
         if (found := _PROGRESS.search(text)) and len(log.called) < _MOST_EVENTS:
-            log.called.setdefault((found["group"] or "0", int(found["rank"])), int(found["called"]))
+            rank, group = int(found["rank"]), found["group"] or ""
+            log.called.setdefault((group, rank), int(found["called"]))
+            known = log.timeouts.get(rank)
+            if known is not None and not known.group and found["at"] == str(known.number):
+                log.timeouts[rank] = replace(known, group=group)
+        if found := _DIED.search(text):
+            self._add_death(speaker, found)
+        if (found := _STUCK.search(text)) and len(log.stuck) < _MOST_EVENTS:
+            rank = int(found["rank"])
+            log.stuck[rank] = max(log.stuck.get(rank, 0), int(found["seconds"] or 0))
+
+    def _add_death(self, speaker: Speaker, died: re.Match[str]) -> None:
+        """The error for which NCCL's watchdog ends its process."""
+        rank = int(died["rank"])
+        if len(self._speakers) < _MOST_SPEAKERS:
+            said = self._speakers.setdefault(("watchdog", rank), Speaker(speaker.path, rank=rank, year=self._year))
+            if not said.failures:
+                kind, _, message = died["says"].strip().partition(": ")
+                failure = Failure(said, kind, message[:MESSAGE_LIMIT], "", speaker.time, self._log.lines)
+                said.failures.append(failure)
 
     def _add_summary(self, speaker: Speaker, text: str) -> None:
         """A line of the list of failures that torchrun writes at its end."""
         log, pod = self._log, speaker.pod
-        if "exitcode" in text and (said := _AGENT_SAYS.search(text)) and len(log.agent) < _MOST_EVENTS:
-            log.agent.append((int(said["local"]), int(said["code"])))
+        said = _AGENT_SAYS.search(text) if "exitcode" in text else None
+        if "return code" in text or "Child process" in text:
+            said = _CHILD_ENDED.search(text)
+        if said and len(log.agent) < _MOST_EVENTS:
+            local, code = said["local"] or said["rank"], said["code"] or said["ended"]
+            log.agent.append((int(local), int(code)))
             return
         found = _SUMMARY.match(text)
         if not found:
@@ -501,7 +695,21 @@ class _Reader:
                 block[found["key"]] = shorter(found["value"], 2000)
                 if found["key"] == "traceback" and len(log.summary) < _MOST_EVENTS:
                     log.summary.append(block)
+                    speaker.told = block if speaker.open else None  # of a function with torch's decorator `record`
                     self._block[pod] = None
+
+
+def _exception_in(text: str) -> tuple[str, str]:
+    """Type and message of the last line of a traceback; two empty texts for any other line."""
+    found = _EXCEPTION.match(text)
+    return error_in(text) or ((found["type"].rpartition(".")[2], found["message"] or "") if found else ("", ""))
+
+
+def _lines_in(text: str) -> list[str]:
+    """The lines that a line has, if it is JSON of a logger or Docker, or if two ranks wrote it."""
+    if text.startswith('{"'):
+        return _of_json(text)
+    return _GLUED.split(text)
 
 
 def _of_json(text: str) -> list[str]:
@@ -534,9 +742,9 @@ def _plain(text: str) -> str:
 
 def _of_path(path: Path) -> tuple[int | None, int | None]:
     """The rank and the local rank that the name of a file says: `rank_3.log`, or `attempt_0/3/stderr.log`."""
-    named = _RANK_IN_NAME.search(path.name.lower())
-    if named:
-        return int(named[1]), None
+    named = rank_in_name(path)
+    if named is not None:
+        return named, None
     local = path.parent.name
     of_torchrun = path.stem in ("stdout", "stderr", "error") and local.isdecimal() and len(local) < 6
     return None, int(local) if of_torchrun else None
@@ -557,7 +765,7 @@ def _seconds(text: str, year: int) -> float | None:
         date = [int(part) for part in day.split("-")]
     else:
         month, clock, fraction, zone = found["day"], found["clock"][:8], found["clock"][9:], ""
-        date = [year, int(month[:2]), int(month[2:])]
+        date = [year, int(month[:-2]), int(month[-2:])]
     hours, minutes, seconds = (int(part) for part in clock.split(":"))
     if not (date[0] >= 1970 and 1 <= date[1] <= 12):
         return None
@@ -609,6 +817,11 @@ class Job:
         self.called = {key: number for log in self.logs for key, number in log.called.items()}
         self.slurm = [line for log in self.logs for line in log.slurm]
         self.kubernetes = [line for log in self.logs for line in log.kubernetes]
+        self.kernel = [line for log in self.logs for line in log.kernel]
+        self.stuck = {rank: seconds for log in self.logs for rank, seconds in log.stuck.items()}
+        self.failed_at = next((log.failed_at for log in self.logs if log.failed_at), "")
+        self.sent, self.sent_line = next((log.sent for log in self.logs if log.sent[0]), ("", ""))
+        self.restarts = [said for log in self.logs for said in log.restarts]
         self._name_ranks()
         self.speakers = [speaker for log in self.logs for speaker in log.speakers]
         self.failures = self._failures()
@@ -628,6 +841,7 @@ class Job:
         }
         pods = {speaker.pod for log in self.logs for speaker in log.speakers}
         alone = len(folders) <= 1 and len(pods) <= 1
+        self._of_local, self._alone = of_local, alone
         self._by_task = not any(log.summary or log.agent for log in self.logs)
         for log in self.logs:
             for speaker in log.speakers:
@@ -645,7 +859,7 @@ class Job:
         found: list[Failure] = []
         by_rank: dict[int, Failure] = {}
         for speaker in self.speakers:
-            for failure in speaker.failures[-1:]:
+            if failure := speaker.failure:
                 known = by_rank.get(speaker.rank) if speaker.rank is not None else None
                 if known is None:
                     found.append(failure)
@@ -656,6 +870,8 @@ class Job:
         for log in self.logs:
             for block in log.summary:
                 self._add_block(log, block, found, by_rank)
+            for local, code in log.agent if not log.summary else ():
+                self._add_agent(log, local, code, found, by_rank)
         if self._by_task:
             self._add_tasks(found, by_rank)
         if not found:  # the last line of a rank names an error, without a traceback
@@ -668,13 +884,16 @@ class Job:
         if not ranks:
             return
         rank, code = int(ranks[1]), re.match(r"-?\d{1,4}", block.get("exitcode", ""))
+        if block.get("root"):
+            self._adopt(log, rank, found, by_rank)
         if rank not in by_rank:
             said = block.get("traceback", "")
             said = "" if said.startswith("To enable traceback") else said
             ended = re.match(r"Signal \d+ \((SIG\w+)\)", said)
-            kind, message = error_in(said) or (ended[1] if ended else f"exit code {code[0] if code else '?'}", "")
+            kind, message = _exception_in(said.rpartition("\n")[2].strip()) if not ended else (ended[1], "")
             speaker = Speaker(log.path, local=int(ranks[2]), rank=rank)
-            by_rank[rank] = Failure(speaker, kind, message, "", None)
+            kind = kind or f"exit code {code[0] if code else '?'}"
+            by_rank[rank] = Failure(speaker, kind, message, said if "\n" in said else "", None)
             found.append(by_rank[rank])
         failure = by_rank[rank]
         failure.code = int(code[0]) if code else None
@@ -682,9 +901,35 @@ class Job:
         if failure.time is None:
             failure.time = _seconds(block.get("time", ""), 2000)
 
+    def _add_agent(self, log: Log, local: int, code: int, found: list[Failure], by_rank: dict[int, Failure]) -> None:
+        """A process whose end torchrun or DeepSpeed tells, without a list of failures."""
+        known = self._of_local.get(local, {local})
+        if len(known) > 1 or not self._alone:
+            if not found:
+                speaker = Speaker(log.path, local=local)
+                found.append(Failure(speaker, _signal(-code) if code < 0 else f"exit code {code}", "", code=code))
+            return
+        rank = next(iter(known))
+        self._adopt(log, rank, found, by_rank)
+        if rank not in by_rank:
+            speaker = Speaker(log.path, local=local, rank=rank)
+            by_rank[rank] = Failure(speaker, _signal(-code) if code < 0 else f"exit code {code}", "")
+            found.append(by_rank[rank])
+        by_rank[rank].code = code
+
+    @staticmethod
+    def _adopt(log: Log, rank: int, found: Sequence[Failure], by_rank: dict[int, Failure]) -> None:
+        """Gives the only error of a log that says no rank to the rank that its launcher says has failed."""
+        unnamed = [failure for failure in found if failure.speaker.several and failure.speaker.path == log.path]
+        if len(unnamed) == 1 and rank not in by_rank and not unnamed[0].follows and not unnamed[0].speaker.pod:
+            by_rank[rank] = unnamed[0]
+            unnamed[0].speaker = Speaker(log.path, rank=rank)
+
     def _add_tasks(self, found: list[Failure], by_rank: dict[int, Failure]) -> None:
-        """Ranks of which only srun says how they ended."""
-        for order, ended in enumerate(filter(None, map(_TASK_ENDED.search, self.slurm))):
+        """Ranks of which only srun says how they ended, before Slurm ended the others."""
+        ends = [number for number, line in enumerate(self.slurm) if _ends_job(_CANCELLED.search(line))]
+        told = self.slurm[: ends[0]] if ends else self.slurm
+        for order, ended in enumerate(filter(None, map(_TASK_ENDED.search, told)), start=1):
             code = re.search(r"exit code (\d{1,4})", ended["how"])
             kind = f"exit code {code[1]}" if code else _SIGNALS.get(ended["how"].strip(), shorter(ended["how"], 60))
             for rank in _numbers(ended["tasks"]):
@@ -770,16 +1015,27 @@ def _events(ranks: Sequence[int], steps: Mapping[int, Mapping[int, Logged]]) -> 
         yield from step_events(rank, of_rank)
 
 
+_FROM_A_PEER = ("nccl_unreachable", "nccl_transfer_failed")  # also reported because the process of a peer has ended
+
+
+def _is_own(failure: Failure) -> bool:
+    """Whether a failure is neither one of NCCL nor a consequence of another one."""
+    known = _known(failure)
+    return not failure.follows and (known is None or known.name != "nccl")
+
+
 def _findings(job: Job) -> Iterator[Finding]:
     of_nccl = [*nccl.findings(job.nccl)]
-    wrong = [finding for finding in of_nccl if finding.kind == "wrong"]
+    left_out = _FROM_A_PEER if job.failures and _is_own(job.failures[0]) else ()
+    wrong = [finding for finding in of_nccl if finding.kind == "wrong" and finding.name not in left_out]
+    memory, hardware = [*_out_of_host_memory(job)], [*kernel.hardware(job.kernel)]
     explains = {finding.name for finding in wrong} - {"nccl_not_initialized"}
-    if explains:
-        yield from wrong
-    found = [*_failed(job, explained=bool(explains))]
-    yield from found
+    told = explains | ({"killed"} if memory else set()) | ({"gpu_fault", "illegal_access"} if hardware else set())
+    yield from (*memory, *hardware, *(finding for finding in wrong if finding.name in explains))
+    yield from _failed(job, told)
     yield from _stopped(job, after_failure=any(not failure.follows for failure in job.failures))
     yield from _timeouts(job)
+    yield from _blocked(job)
     yield from _not_finite(job)
     if not explains:
         yield from wrong if not any(not failure.follows for failure in job.failures) else ()
@@ -827,15 +1083,17 @@ def _alike(failure: Failure) -> tuple[str, str]:
     return failure.type, re.sub(r"0x[0-9a-f]+|\d+", "#", failure.message)[:200]
 
 
-def _failed(job: Job, explained: bool) -> Iterator[Finding]:
-    """The rank that failed first, and what with."""
+def _failed(job: Job, explains: Set[str]) -> Iterator[Finding]:
+    """The rank that failed first, and what with, unless a finding that `explains` says it."""
     if not job.failures:
         return
     first = job.failures[0]
-    if first.follows and (job.timeouts or _cancelled(job)):
+    if first.follows and (job.timeouts or job.sent or _cancelled(job)):
         return
     known = _known(first)
-    if known is not None and known.name == "nccl" and explained:
+    if known is not None and (known.name in explains or (known.name == "nccl" and explains)):
+        return
+    if known is None and first.killed and "killed" in explains:
         return
     same = [failure for failure in job.failures if _alike(failure) == _alike(first)]
     others = [failure for failure in job.failures if failure not in same]
@@ -843,15 +1101,25 @@ def _failed(job: Job, explained: bool) -> Iterator[Finding]:
     ranks = [failure.speaker.rank for failure in same if failure.speaker.rank is not None]
     who = ranks_in_words(sorted(ranks)[:_SHOWN], len(job.ranks)) if len(ranks) == len(same) else first.speaker.name
     where = f" ({first.line})" if first.line else ""
-    says = shorter(first.says)
+    says = shorter(_line_of(known, first) if known else first.says)
     rest = f"; {counted(len(others), 'other')} failed {'afterwards' if ordered else 'too'}" if others else ""
     if known is not None:
         title, cause, fix, name = f"{who}: {known.title}{where}", known.cause, known.fix, known.name
-    elif first.code == -9 or first.type == "SIGKILL":
+    elif first.type in _CRASHED:
+        title, name = f"{who} crashed: {first.type}{where}{rest}", "crashed"
+        cause, fix = _CRASHED[first.type]
+    elif first.type == "SIGTERM" and first.root:
+        title, name = f"{who} was ended (SIGTERM){rest}", "stopped"
+        cause, fix = _SENT_FROM["SIGTERM"]
+    elif first.type == "KeyboardInterrupt":
+        title, name = f"{who} was interrupted (Ctrl+C){where}{rest}", "interrupted"
+        cause = (
+            "Ctrl+C was pressed or a program sent SIGINT; if the job hung before, this is the line at which it waited"
+        )
+        fix = "if it hung, compare the lines of all ranks (`py-spy dump`, or the dumps of the flight recorder)"
+    elif first.killed:
         title, name = f"{who} was killed (SIGKILL){where}{rest}", "killed"
-        cause = "the process was killed from outside: by the kernel because memory ran out, by a scheduler or a person"
-        fix = "look for oom-kill in the output of Slurm, in `dmesg`, or for OOMKilled in `kubectl describe pod`; load"
-        fix += " less data in each rank, use fewer workers of the data loader, or ask for more memory of the host"
+        cause, fix = _KILL
     else:
         how = "failed in the same way" if len(same) > 1 else "failed first" if others and ordered else "failed"
         title, name = f"{who} {how}: {shorter(first.says, 120)}{where}{rest}", "first_failure"
@@ -859,14 +1127,29 @@ def _failed(job: Job, explained: bool) -> Iterator[Finding]:
         if others:
             lost = "; the others lost a peer, or torchrun ended them"
             cause += lost if ordered else "; who failed first cannot be told: the lines have no times"
+        if first.follows:
+            cause = (
+                "it lost the connection to another rank, or was ended because of it; the failure of that rank is not in"
+            )
+            cause += " these files, or left no message (killed, or its node failed)"
         fix = f"read the traceback in {_file(first.speaker.path)}"
         fix += f", line {first.order:,}" if first.order else ""
         if not first.text:
             fix = f"read what {who} wrote last; srun --label and torchrun --tee 3 say who wrote a line"
+        if first.follows:
+            fix = "look at the logs of the other ranks and nodes, and for oom-kill and Xid in `dmesg` of their nodes"
         if not first.text and first.root:
             fix = "torchrun saw no traceback: add its --log-dir, or decorate main with"
             fix += " torch.distributed.elastic.multiprocessing.errors.record"
     yield Finding(name, "wrong", title, says, cause, fix, tuple(sorted(ranks)[:_SHOWN]))
+
+
+def _line_of(known: KnownError, failure: Failure) -> str:
+    """What a failure says, or the line of its traceback by which it is known."""
+    if re.search(known.pattern, failure.says, re.IGNORECASE):
+        before, found, last = failure.says.partition("\nLast error:")  # of NCCL, after what torch says about it
+        return f"{before.splitlines()[0]} {last}" if found else failure.says
+    return next((line for line in failure.text.splitlines() if re.search(known.pattern, line)), failure.says)
 
 
 def _is_before(first: Failure, other: Failure) -> bool:
@@ -881,23 +1164,102 @@ def _file(path: Path) -> str:
     return shorter("/".join(path.parts[-3 if path.stem in ("stdout", "stderr", "error") else -1 :]), 60)
 
 
-_OUT_OF_MEMORY = KnownError(
-    "out_of_memory",
-    r"OutOfMemoryError|(?:CUDA|HIP|XPU) (?:error: )?out of memory",
-    "a device ran out of memory",
-    "what the rank allocated exceeded the free memory; the message says how much was asked for, and what was free",
-    "use fewer samples per rank, activation checkpointing or FSDP; torch.cuda.memory._dump_snapshot writes what held"
-    " the memory, which labkit explain reads",
+_ONLY_IN_LOGS = (  # errors that runs of the lab find by more than their message, or that are of other launchers
+    KnownError(
+        "ray_memory",
+        r"running low on memory",
+        "the memory of the host ran out, and Ray killed a worker",
+        "Ray kills a worker when the memory of its node exceeds memory_usage_threshold (default: 0.95)",
+        "use fewer workers per node or of the data loader, or ask for more memory of the host; load data in parts",
+    ),
+    KnownError(
+        "ray_worker_died",
+        r"actor died unexpectedly|actor is dead because its worker process has died|worker died or was killed while"
+        r" executing",
+        "a worker process of Ray ended without an exception",
+        "the kernel killed it for lack of memory, it crashed, or its node was lost; the process that reports it only "
+        "waited for it",
+        "read the last lines of that worker (its pid is in the message) in /tmp/ray/session_latest/logs on its node, "
+        "and look for oom-kill in `dmesg`",
+    ),
+    KnownError(
+        "rendezvous_closed",
+        r"RendezvousClosedError",
+        "the node came to a rendezvous that had already closed",
+        "the other nodes had finished or failed before, or the same --rdzv-id was used by an earlier job",
+        "look for the error in the logs of the other nodes; use a new --rdzv-id for each job",
+    ),
+    KnownError(
+        "out_of_memory",
+        r"OutOfMemoryError|(?:CUDA|HIP|XPU) (?:error: )?out of memory|Cuda failure (?:\d+ )?'out of memory'"
+        r"|CUBLAS_STATUS_ALLOC_FAILED",
+        "a device ran out of memory",
+        "what the rank allocated exceeded the free memory; the message says how much was asked for, and what was free",
+        "use fewer samples per rank, activation checkpointing or FSDP; torch.cuda.memory._dump_snapshot writes what"
+        " held the memory, which labkit explain reads",
+    ),
+    KnownError(
+        "collective_mismatch",
+        MISMATCH.pattern,
+        "the ranks called different collectives, or the same one with different sizes",
+        "the ranks took different branches, or their tensors differ in shape or dtype at this call",
+        "compare the two calls that the message names; a collective belongs outside of branches that depend on the rank"
+        " or its data, and every rank calls it with the same shape and dtype",
+    ),
+    KnownError(
+        "collective_timeout",
+        r"Timed out waiting \d+ms for (?:send|recv) operation",
+        "a collective of gloo reached its timeout",
+        "another rank never called it, called it later than the timeout (default: 30 minutes), or had ended",
+        "look at the logs of the other ranks: one failed, or is at a different line (`py-spy dump` shows it); raise"
+        " timeout= of init_process_group only if the ranks really differ by that much",
+    ),
 )
 
 
 def _known(failure: Failure) -> KnownError | None:
-    if re.search(_OUT_OF_MEMORY.pattern, failure.says):
-        return _OUT_OF_MEMORY
-    known = known_in(failure.says) or known_in(failure.text)
-    return None if known is None or (known.follows and failure.follows) else known
+    for known in _ONLY_IN_LOGS:
+        if re.search(known.pattern, failure.says, re.IGNORECASE):
+            return known
+    found = known_in(failure.says) or known_in(failure.text)
+    if found is not None and found.name == "worker_died":  # its own error, which says more, comes earlier in the chain
+        found = known_in(failure.text)
+    return found
 
 
+_KILL = (
+    "the process was killed from outside: by the kernel because memory ran out, by a scheduler or a person",
+    "look for oom-kill in the output of Slurm, in `dmesg`, or for OOMKilled in `kubectl describe pod`; load less data"
+    " in each rank, use fewer workers of the data loader, or ask for more memory of the host",
+)
+_BUS_ERROR = (
+    "a page of memory could not be provided: most often /dev/shm is full, which has 64 MB in a container",
+    "start the container with --shm-size=8g or --ipc=host; on Kubernetes mount an emptyDir with medium: Memory at"
+    " /dev/shm",
+)
+_SEGMENTATION_FAULT = (
+    "native code accessed wrong memory: an extension that was built for another torch, CUDA or Python, or a library"
+    " that does not survive threads or a fork",
+    "run with `python -X faulthandler`, which prints the stack; rebuild or update the extension that it names",
+)
+_CRASHED = {
+    "SIGBUS": _BUS_ERROR,
+    "Bus error": _BUS_ERROR,
+    "SIGSEGV": _SEGMENTATION_FAULT,
+    "Segmentation fault": _SEGMENTATION_FAULT,
+}
+_SENT_FROM = {
+    "SIGTERM": (
+        "a scheduler ended the job (preemption, time limit, kubectl delete), or a person did",
+        "look for the reason at the scheduler (`sacct -j JOB`, `kubectl get events`); save checkpoints, and resume from"
+        " them",
+    ),
+    "SIGHUP": (
+        "the terminal or ssh session that started torchrun was closed",
+        "start it within tmux, with `setsid nohup`, or as a job of the scheduler",
+    ),
+    "SIGINT": ("Ctrl+C was pressed, or a program sent it", "start the job again; it resumes from its last checkpoint"),
+}
 _STOPS = {
     "TIME LIMIT": (
         "the job reached its time limit",
@@ -908,6 +1270,11 @@ _STOPS = {
         "the job was preempted",
         "a job with a higher priority needed the nodes",
         "save checkpoints, and let the job be requeued (#SBATCH --requeue)",
+    ),
+    "JOB REQUEUE": (
+        "the job was stopped and queued again",
+        "it was preempted, a node failed, or `scontrol requeue` was called",
+        "nothing, if the script resumes from its last checkpoint; `sacct -j JOB --duplicates` lists the earlier starts",
     ),
     "NODE FAILURE": (
         "a node of the job failed",
@@ -920,26 +1287,41 @@ _STOPS = {
 def _cancelled(job: Job) -> re.Match[str] | None:
     """The line in which Slurm says that it ended the job, if possible with the reason. A step alone is also ended
     because one of its tasks has failed."""
-    ended = [end for end in map(_CANCELLED.search, job.slurm) if end and (end["why"] or end["what"] == "JOB")]
+    ended = [end for line in job.slurm if (end := _CANCELLED.search(line)) and _ends_job(end)]
     return max(ended, key=lambda end: bool(end["why"]), default=None)
 
 
-def _stopped(job: Job, after_failure: bool) -> Iterator[Finding]:
-    """What a scheduler ended."""
-    killed = next((line for line in job.slurm if _KILLED_BY_SLURM.search(line)), None)
-    memory = next((line for line in job.kubernetes if "Evicted" not in line and "Deadline" not in line), None)
+def _ends_job(end: re.Match[str] | None) -> bool:
+    """Whether a line of Slurm ends the job for a reason of its own."""
+    return end is not None and end["why"] != "TASK FAILURE" and bool(end["why"] or end["what"] == "JOB")
+
+
+def _out_of_host_memory(job: Job) -> Iterator[Finding]:
+    """That a scheduler or the kernel killed a process for lack of memory."""
+    killed = next((line for line in job.slurm if _KILLED_BY_SLURM.search(line)), None) or kernel.killed(job.kernel)
+    memory = next((line for line in job.kubernetes if "OOMKilled" in line or "memory" in line), None)
     if killed or memory:
         tasks = [found for line in job.slurm if (found := _TASK_ENDED.search(line)) and "Memory" in found["how"]]
         where = f" on {tasks[0]['node']}" if tasks else ""
+        ranks = sorted(fail.speaker.rank for fail in job.failures if fail.killed and fail.speaker.rank is not None)
+        whom = ranks_in_words(ranks[:_SHOWN]) if ranks else "a process"
         yield Finding(
             "out_of_memory",
             "wrong",
-            f"the memory of the host ran out{where}, and the kernel killed a process",
+            f"the memory of the host ran out{where}, and the kernel killed {whom}",
             killed or memory or "",
             "the processes of the node exceeded the memory that the job asked for (host memory, not GPU memory)",
             "ask for more (--mem, or resources.limits.memory); use fewer workers of the data loader; do not load the"
             " whole data or checkpoint in each rank",
+            tuple(ranks[:_SHOWN]),
         )
+
+
+def _stopped(job: Job, after_failure: bool) -> Iterator[Finding]:
+    """What a scheduler ended."""
+    memory = any(_out_of_host_memory(job))
+    if job.kubernetes and not memory and not after_failure and not any(map(_POD_STOPPED.search, job.kubernetes)):
+        yield Finding("killed", "wrong", "a container was killed (SIGKILL, exit code 137)", job.kubernetes[0], *_KILL)
     end = _cancelled(job)
     if end is not None and (end["why"] or not after_failure):
         usual = (
@@ -948,15 +1330,24 @@ def _stopped(job: Job, after_failure: bool) -> Iterator[Finding]:
             "if nobody called it, ask the administrators of the cluster",
         )
         title, cause, fix = _STOPS.get(end["why"] or "", usual)
-        yield Finding("stopped_by_scheduler", "wrong", f"{title} ({end['node']}, {end['when']})", end[0], cause, fix)
-    for line in [line for line in job.kubernetes if "Evicted" in line or "Deadline" in line][:1]:
+        lost = next(filter(None, map(_NODE_FAILED.search, job.slurm)), None)
+        node = lost["node"] if lost else end["node"]
+        yield Finding("stopped_by_scheduler", "wrong", f"{title} ({node}, {end['when']})", end[0], cause, fix)
+    elif job.sent and not after_failure:
+        title = f"the job was stopped from outside: torchrun received {job.sent}"
+        yield Finding(
+            "stopped_by_scheduler", "wrong", title, job.sent_line, *_SENT_FROM.get(job.sent, _SENT_FROM["SIGTERM"])
+        )
+    for line in list(filter(_POD_STOPPED.search, job.kubernetes))[:1]:
         yield Finding(
             "stopped_by_scheduler",
             "wrong",
             "Kubernetes ended a pod",
             line,
-            "the node was short of a resource, or the job reached activeDeadlineSeconds",
-            "set requests equal to limits for memory and ephemeral storage, or a longer activeDeadlineSeconds",
+            "its node failed or was needed for a pod of higher priority, it was short of a resource, or the job reached"
+            " activeDeadlineSeconds",
+            "save checkpoints and resume from them; set requests equal to limits for memory and ephemeral storage; a"
+            " PriorityClass protects from preemption, a longer activeDeadlineSeconds from the deadline",
         )
 
 
@@ -967,21 +1358,23 @@ def _timeouts(job: Job) -> Iterator[Finding]:
         return
     alike = {rank: timeout for rank, timeout in job.timeouts.items() if timeout.group == first.group}
     first_rank, first = min(alike.items(), key=lambda item: (item[1].number, item[0]))
+    call = first.words + (f" ({job.failed_at})" if job.failed_at else "")
     waiting = sorted(rank for rank, timeout in alike.items() if timeout.number == first.number)
     called = {rank: number for (group, rank), number in job.called.items() if group == first.group}
     behind = sorted(rank for rank, number in called.items() if number < first.number and rank not in waiting)
-    silent = [rank for rank in job.ranks if rank not in alike and rank not in behind] if first.group == "0" else []
+    numbers = range(min(job.ranks), max(job.ranks) + 1) if first.of_all and max(job.ranks) < _MOST_EVENTS else ()
+    silent = [rank for rank in numbers if rank not in alike and rank not in behind]
     other = next((rank for rank in waiting if alike[rank].op != first.op), None)
     if other is not None:
         title = f"rank {first_rank} called {first.words} and rank {other} {alike[other].words}"
         cause = "the ranks call different collectives at this point, so that they wait for each other"
         concerned = [first_rank, other]
     elif behind:
-        title = f"{ranks_in_words(behind[:_SHOWN])} did not call {first.words}, in which the others waited"
+        title = f"{ranks_in_words(behind[:_SHOWN])} did not call {call}, in which the others waited"
         cause = "the rank took a different branch, failed, or was still busy"
         concerned = behind
     else:
-        title = f"{first.words} reached its timeout on {ranks_in_words(waiting[:_SHOWN])}"
+        title = f"{call} reached its timeout on {ranks_in_words(waiting[:_SHOWN])}"
         cause = "the transfer hung, or a rank whose log is missing here did not call it"
         concerned = waiting
         if silent:
@@ -1002,6 +1395,24 @@ def _timeouts(job: Job) -> Iterator[Finding]:
         " timeout needs init_process_group(timeout=…)",
         tuple(concerned[:_SHOWN]),
     )
+
+
+def _blocked(job: Job) -> Iterator[Finding]:
+    """Processes that NCCL's heartbeat monitor ended, if nothing else says why they hung."""
+    if job.stuck and not (job.timeouts or any(not failure.follows for failure in job.failures)):
+        ranks = sorted(job.stuck)[:_SHOWN]
+        longest = max(job.stuck.values())
+        yield Finding(
+            "watchdog_blocked",
+            "wrong",
+            f"NCCL's watchdog was blocked{f' for {longest:,} s' if longest else ''} on {ranks_in_words(ranks)}",
+            "the heartbeat monitor ended these processes, because their watchdog made no progress",
+            "a call of CUDA or NCCL in this process does not return, most often because a kernel or a transfer hangs,"
+            " or another thread holds Python's GIL within such a call",
+            "look at the stacks of these ranks when it happens again (`py-spy dump --native`), and at the dumps of the"
+            " flight recorder; TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC is the limit",
+            tuple(ranks),
+        )
 
 
 # ---- tables, notes, figures
@@ -1072,6 +1483,18 @@ def _notes(job: Job) -> Iterator[str]:
             f"torchrun started the ranks {counted(job.earlier + 1, 'time')}; this is about the last attempt. For an"
             " earlier one, name its folder, such as attempt_0."
         )
+    if job.restarts:
+        last = f"; the one before ended with {job.restarts[-1]}" if job.restarts[-1] else ""
+        times = counted(len(job.restarts) + 1, "time")
+        yield f"torchrun started the ranks {times}; this is about the last attempt{last}."
+    newest = {rank: max(steps) for rank, steps in job.steps.items()}
+    oldest = min(newest.values(), default=0)
+    behind = [rank for rank, step in newest.items() if step == oldest]
+    if len(behind) < len(newest) and not (job.failures or job.timeouts):
+        yield (
+            f"{ranks_in_words(behind[:_SHOWN])} told of step {oldest:,} last, others of step {max(newest.values()):,}:"
+            " look there first if the job hung."
+        )
     if any(speaker.thinned for speaker in job.speakers):
         yield f"Of more than {_MOST_STEPS:,} steps of a rank, some are left out, most of them early ones."
     unnamed = [speaker for speaker in job.speakers if speaker.rank is None and speaker.lines]
@@ -1079,10 +1502,15 @@ def _notes(job: Job) -> Iterator[str]:
         yield (
             "The lines do not say of which rank they are: start with torchrun --log-dir DIR --tee 3, or srun --label."
         )
-    if not (job.failures or job.timeouts or job.slurm or job.kubernetes or job.nccl.warnings or any(_not_finite(job))):
+    said = job.failures or job.timeouts or job.stuck or job.sent
+    outside = job.slurm or job.kubernetes or job.kernel or job.nccl.warnings
+    if not (said or outside or any(_not_finite(job))):
         yield "No error is in these lines. A job that hangs leaves its last lines; the flight recorder says more."
-    follow = bool(job.failures) and all(failure.follows for failure in job.failures)
-    if follow and not job.timeouts and _cancelled(job) is None:
+    follow = bool(job.failures) and all(
+        failure.follows and not failure.root and failure.type != "KeyboardInterrupt" for failure in job.failures
+    )
+    explained = job.timeouts or job.kernel or any(finding.kind == "wrong" for finding in nccl.findings(job.nccl))
+    if follow and not explained and _cancelled(job) is None:
         yield "All errors here follow from the end of another rank, whose log is not among these files."
     names = {speaker.name for speaker in job.speakers if speaker.lines}
     if len(names) > _SHOWN:
@@ -1119,5 +1547,6 @@ def _figures(job: Job) -> dict[str, Any]:
             for rank, steps in job.steps.items()
         },
         "scheduler": [*job.slurm, *job.kubernetes][:256],
+        "kernel": job.kernel[:256],
         "nccl": nccl.figures(job.nccl) if job.nccl else None,
     }

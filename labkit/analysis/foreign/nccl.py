@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from labkit.analysis.diagnose.finding import Finding, shorter
+from labkit.analysis.diagnose.known_errors import KNOWN_ERRORS
 from labkit.analysis.foreign import Table
 from labkit.common.units import counted, ranks_in_words
 
@@ -25,7 +26,9 @@ _INIT = re.compile(
     r"comm (?:0x)?\w+ rank (?P<rank>\d+) nranks (?P<ranks>\d+)\b.*?(?:commId 0x(?P<comm>\w+) )?- Init "
     r"(?P<what>START|COMPLETE)"
 )
-_CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : (\d+)\[\w+\] -> (\d+)\[\w+\] (?:\[(?:send|receive)\] )?via (\S+)")
+_CHANNEL = re.compile(
+    r"Channel \d+(?:/\d+)? : (\d+)\[\w+\] -> (\d+)\[\w+\] (?:\[(?:send|receive)\] )?via (\S+(?: Libfabric\S*)?)"
+)
 _SETTING = re.compile(r"(NCCL_\w+) set (?:by environment )?to (\S+)")
 _VERSION = re.compile(r"NCCL version (\S+)")
 _INTERFACE = re.compile(r"Bootstrap ?: ?Using (?:\[\d+\])?([^\s:]+):([^\s<]+)")
@@ -35,6 +38,16 @@ _NO_INFINIBAND = re.compile(r"NET/IB ?: ?No device found")
 _NO_GDR = re.compile(r"GPU Direct RDMA (?:\(\S+\) )?Disabled", re.IGNORECASE)
 _SHARED_MEMORY = re.compile(r"/dev/shm|shared memory segment|failed to (?:extend|create shared memory)", re.IGNORECASE)
 _BROKEN = re.compile(r"Got completion from peer (?P<peer>[^\s<]+)\S* with (?:error |status=)(?:\w+\()?(?P<status>\d+)")
+_PEER_ACCESS = re.compile(r"peer access is not supported")
+_UNREACHABLE = re.compile(
+    r"Call to ibv_modify_qp failed with (?:error )?(?P<error>[^,]+)"
+    r"|[Cc]onnect to (?P<peer>\S+?)(?:<\d+>)? (?:failed|returned) ?:? ?"
+    r"(?P<says>.*(?:No route|unreachable|timed out|connection abort|exceeded error).*)"
+)
+_NOT_REGISTERED = re.compile(r"Call to ibv_(?:reg|create)_\w+ failed.*Cannot allocate memory")
+_PORT = re.compile(r"NET/IB ?: ?(?P<port>\S+:\d+ )?Got async event ?: (?P<event>port error|local catastrophic error)")
+_TWICE = re.compile(r"rank (?P<rank>\d+) of (?P<ranks>\d+) ranks has already checked in")
+_RDMA = re.compile(r"NET/(?:IB\w*|(?:AWS )?Libfabric)(?P<direct>/GDRDMA)?$")
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 _Thread = tuple[str, str, str]  # host, process, thread
@@ -175,6 +188,11 @@ def findings(log: NcclLog) -> Iterator[Finding]:
     yield from _versions(log)
     yield from _loopback(log)
     yield from _incomplete(log)
+    yield from _peer_access(log)
+    yield from _unreachable(log)
+    yield from _not_registered(log)
+    yield from _rank_twice(log)
+    yield from _port_error(log)
     yield from _broken_transfer(log)
     yield from _sockets(log)
     yield from _without_peer_access(log)
@@ -196,9 +214,88 @@ def _shared_memory(log: NcclLog) -> Iterator[Finding]:
         )
 
 
+def _warning(log: NcclLog, pattern: re.Pattern[str]) -> tuple[str, re.Match[str]] | None:
+    """The first warning that matches, with its host."""
+    return next(((line, found) for line in log.warnings.values() if (found := pattern.search(line))), None)
+
+
+def _peer_access(log: NcclLog) -> Iterator[Finding]:
+    if warned := _warning(log, _PEER_ACCESS):
+        known = next(known for known in KNOWN_ERRORS if known.name == "peer_access")
+        yield Finding(known.name, "wrong", known.title, shorter(warned[0]), known.cause, known.fix)
+
+
+def _unreachable(log: NcclLog) -> Iterator[Finding]:
+    """A connection that the network refused; what other ranks report follows from it."""
+    if not (warned := _warning(log, _UNREACHABLE)):
+        return
+    line, found = warned
+    here = line.partition(":")[0]
+    if found["peer"]:
+        title = f"{here} cannot connect to {found['peer']}: {shorter(found['says'], 60)}"
+        cause = "the address belongs to an interface that this node cannot reach, or a firewall is between the nodes"
+        fix = (
+            "set NCCL_SOCKET_IFNAME on all nodes to the interface between them (`ip -br address` lists them), and open"
+        )
+        fix += " all ports between the nodes"
+    else:
+        title = f"the network card of {here} cannot reach that of another rank: {shorter(found['error'], 60)}"
+        cause = (
+            "with RoCE, the GID index is wrong, or the networks of the two cards are not routed to each other, as on"
+        )
+        cause += " rails; with InfiniBand, a port or the subnet manager is down"
+        fix = "NCCL_IB_GID_INDEX as `show_gids` lists it for RoCE v2 (often 3), NCCL_CROSS_NIC=0 on rails, NCCL_IB_HCA"
+        fix += " for the cards to use; test the two nodes with `ib_write_bw`"
+    yield Finding("nccl_unreachable", "wrong", title, shorter(line), cause, fix)
+
+
+def _rank_twice(log: NcclLog) -> Iterator[Finding]:
+    if warned := _warning(log, _TWICE):
+        line, found = warned
+        yield Finding(
+            "nccl_rank_twice",
+            "wrong",
+            f"two processes came to NCCL as rank {found['rank']} of {found['ranks']}",
+            shorter(line),
+            "the nodes have the same --node-rank, so that their processes have the same ranks; or two jobs use the same"
+            " address and port",
+            "give each node its own --node-rank (with the rendezvous c10d torchrun does), and each job its own"
+            " --master-port or --rdzv-id",
+            (int(found["rank"]),) if len(found["rank"]) < 8 else (),
+        )
+
+
+def _port_error(log: NcclLog) -> Iterator[Finding]:
+    """A port of InfiniBand that went down; transfers that fail follow from it."""
+    if warned := _warning(log, _PORT):
+        line, found = warned
+        yield Finding(
+            "nccl_port_error",
+            "wrong",
+            f"a port of InfiniBand or RoCE failed on {line.partition(':')[0]}: {found['port'] or ''}{found['event']}",
+            shorter(line),
+            "the link went down: a cable, a transceiver, a port of the switch, or the network card itself",
+            "look at the port (`ibstat`, `dmesg | grep mlx5`, `ibqueryerrors`), and leave the node out until it is"
+            " repaired",
+        )
+
+
+def _not_registered(log: NcclLog) -> Iterator[Finding]:
+    if warned := _warning(log, _NOT_REGISTERED):
+        yield Finding(
+            "nccl_locked_memory",
+            "wrong",
+            "NCCL could not register memory with the network card",
+            shorter(warned[0]),
+            "the limit of locked memory is too low: 64 KB or 8 MB are usual in containers and for Slurm's daemon",
+            "start the container with --ulimit memlock=-1, or set LimitMEMLOCK=infinity for slurmd; `ulimit -l` in the"
+            " job must say unlimited",
+        )
+
+
 def _broken_transfer(log: NcclLog) -> Iterator[Finding]:
     """A message over InfiniBand that the network card gave up."""
-    for line in log.warnings.values():
+    for line in log.warnings.values() if _warning(log, _PORT) is None else ():
         if broken := _BROKEN.search(line):
             here = line.partition(":")[0]
             yield Finding(
@@ -359,15 +456,19 @@ def _network_within_a_node(log: NcclLog) -> Iterator[Finding]:
 
 def _without_gdr(log: NcclLog) -> Iterator[Finding]:
     pairs = log.pairs()
-    without, direct = pairs["between nodes", "NET/IB"], pairs["between nodes", "NET/IB/GDRDMA"]
-    if not without or direct:
+    used = Counter[bool]()
+    for (where, via), number in pairs.items():
+        if where == "between nodes" and (rdma := _RDMA.match(via)):
+            used[rdma["direct"] is not None] += number
+    without = used[False]
+    if not without or used[True]:
         return
     off = log.settings.get("NCCL_NET_GDR_LEVEL", set()) & {"LOC", "0"}
     yield Finding(
         "nccl_no_gdr",
         "slow",
-        "InfiniBand reads from the memory of the host instead of the GPUs",
-        shorter("; ".join(filter(None, (f"{counted(without, 'pair')} via NET/IB without GDRDMA", log.without_gdr)))),
+        "the network cards read from the memory of the host instead of the GPUs",
+        shorter("; ".join(filter(None, (f"{counted(without, 'pair')} via NET without GDRDMA", log.without_gdr)))),
         "NCCL_NET_GDR_LEVEL forbids GPUDirect RDMA" if off else "GPUDirect RDMA is not available on these nodes",
         "remove NCCL_NET_GDR_LEVEL from the environment of the job"
         if off

@@ -162,6 +162,8 @@ def _is_known(path: Path) -> bool:
 def _kind(path: Path) -> Kind:
     """What a file is. Raises `ForeignError` if it is nothing that is known."""
     head = _opened(path, _head)
+    if head.startswith(b"PK\x03\x04") or head[257:262] == b"ustar":
+        raise ForeignError(f"{path} is an archive; unpack it, and name the files or their folder")
     if not head:
         raise ForeignError(f"{path} is empty, so nothing can be explained; name {_known()}")
     pickled = head.startswith(_PICKLE)
@@ -184,7 +186,11 @@ def _kind(path: Path) -> Kind:
 
 def _head(path: Path) -> bytes:
     with open_regular(path) as file:
-        return Content(file, path).read(_HEAD)
+        content = Content(file, path)
+        head = content.read(_HEAD)
+    if content.cut and not head:
+        raise ForeignError(f"{path} cannot be read: {content.cut}; copy it again")
+    return head
 
 
 def _opened(path: Path, read: Callable[[Path], Any]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -71,6 +72,15 @@ class Content:
                 " torch.profiler.schedule(active=3)"
             )
         return bytes(data)
+
+
+_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])rank[._-]?(\d{1,7})(?!\d)", re.IGNORECASE)
+
+
+def rank_in_name(path: Path) -> int | None:
+    """The rank that the name of a file says, such as `trace_rank_3.json.gz`; None if it says none."""
+    named = _RANK_IN_NAME.search(path.name)
+    return int(named[1]) if named else None
 
 
 # ---- a pickle of plain values, or JSON
