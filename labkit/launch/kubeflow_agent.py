@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from labkit.analysis.foreign.logs import explain, read_log
+from labkit.analysis.foreign.log_lines import read_log
+from labkit.analysis.foreign.logs import explain
 from labkit.common.text import visible_line
 from labkit.record.documents import TrainJob
 from labkit.record.folder import RunFolder

@@ -74,7 +74,8 @@ def test_a_line_that_is_about_no_step_of_training(line):
 
 
 def test_of_too_many_steps_the_curve_reaches_the_end_and_the_first_loss_without_value_is_exact(tmp_path, monkeypatch):
-    monkeypatch.setattr("labkit.analysis.foreign.logs._MOST_STEPS", 100)
+    for module in ("log_lines", "logs"):
+        monkeypatch.setattr(f"labkit.analysis.foreign.{module}.MOST_STEPS", 100)
     lines = [f"step {number}: loss {'nan' if number >= 777 else 2.5}" for number in range(2000)]
     found = page(tmp_path, "\n".join(lines))
     steps = [row["step"] for row in found.figures["steps"][0]]

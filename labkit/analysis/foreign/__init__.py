@@ -6,10 +6,10 @@ the time of one rank went, and what a step would take without a part of it, `pro
 in common, and writes the steps as events of a run. `flight_recorder.py` reads the dumps that torch writes after a
 timeout, and says which rank is missing in which collective; `debug_server.py` reads the stacks of torch's debug server,
 and `ras.py` reports of NCCL's RAS service. `memory_events.py` reads snapshots of CUDA memory and follows their events
-to the peak, and `memory_snapshot.py` says what holds the memory, what grows and how fragmented it is. `logs.py` reads
-what ranks, torchrun, Slurm and Kubernetes wrote, and `nccl.py` and `kernel.py` the lines of NCCL and of the kernel
-among it. Each of them returns a `Page`: findings, tables and sentences, for every front end, and events, from which
-`runs/gathering.py` makes a run.
+to the peak, and `memory_snapshot.py` says what holds the memory, what grows and how fragmented it is. `log_lines.py`
+reads what ranks, torchrun, Slurm and Kubernetes wrote, `logs.py` says who failed first and why, and `nccl.py` and
+`kernel.py` the lines of NCCL and of the kernel among it. Each of them returns a `Page`: findings, tables and sentences,
+for every front end, and events, from which `runs/gathering.py` makes a run.
 
 Every file is untrusted: readers have limits, execute nothing, and raise `ForeignError` with one sentence.
 """

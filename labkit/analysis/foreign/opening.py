@@ -15,6 +15,7 @@ from labkit.analysis.foreign import (
     Page,
     debug_server,
     flight_recorder,
+    log_lines,
     logs,
     memory_snapshot,
     profiles,
@@ -82,7 +83,7 @@ KINDS = (
         memory_snapshot.explain,
     ),
 )
-LOGS = Kind("logs", b"", b"", logs.read_log, logs.explain)
+LOGS = Kind("logs", b"", b"", log_lines.read_log, logs.explain)
 
 
 def explain(paths: Iterable[Path]) -> list[Page]:
@@ -154,7 +155,7 @@ def _is_known(path: Path) -> bool:
     """Whether a file in a folder can be explained: a text only if its name or its content says that it is a log."""
     try:
         kind = _kind(path)
-        return kind is not LOGS or logs.is_of_job(path, _opened(path, _head))
+        return kind is not LOGS or log_lines.is_of_job(path, _opened(path, _head))
     except ForeignError:
         return False
 
@@ -179,7 +180,7 @@ def _kind(path: Path) -> Kind:
         return min(keys, key=lambda pair: pair[0])[1]
     if pickled:
         return FLIGHT_RECORDER
-    if logs.looks_like_log(path, head):
+    if log_lines.looks_like_log(path, head):
         return LOGS
     raise ForeignError(f"{path} is nothing that can be explained; name {_known()}")
 
