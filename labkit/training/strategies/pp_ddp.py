@@ -61,6 +61,6 @@ def wrap_stage(stage: nn.Sequential, device: torch.device) -> nn.Module:
     if BUCKET_MB:
         options["bucket_cap_mb"] = BUCKET_MB
     replica = DistributedDataParallel(stage.to(device), **options)
-    # PipelineStage asks for it in the last backward; nor must the pass that infers the shapes.
+    # The last backward reduces; the pass that infers the shapes must not ask for it.
     replica.require_backward_grad_sync = False
     return replica
