@@ -297,9 +297,9 @@ class Observations:
             self._record("restored", step=step)
 
     def _loads(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def load(module: torch.nn.Module, given: Any, *args: Any, **kwargs: Any) -> Any:
-            keys = original(module, given, *args, **kwargs)
-            self._guard(self._loaded, module, given, keys)
+        def load(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            keys = original(module, *args, **kwargs)
+            self._guard(self._loaded, module, args[0] if args else kwargs["state_dict"], keys)
             return keys
 
         return load
