@@ -75,7 +75,7 @@ def test_a_run_that_fails_does_not_end_the_others(runs, monkeypatch, capsys):
     assert [row.failed for row in (single, ddp, dp)] == [False, True, False]
     assert "KeyError" in ddp.words
     assert dp.badge.verdict == "equal"
-    assert len(comparing.figure().data) == 1 + 5 + 1, "what is sent is known of none of the two others"
+    assert len(comparing.figure().data) == 1 + 5 + 1, "no row has sent anything"
     assert "KeyError" in capsys.readouterr().out
 
 
