@@ -314,9 +314,8 @@ def looks_like_log(path: Path, head: bytes) -> bool:
     """Whether a file can be a log: it begins with text, and is no JSON, except torchrun's `error.json`."""
     if head.startswith(_UTF_16):
         return True
-    if (
-        path.suffix in _SUFFIXES[:4]
-    ):  # a file system may leave a hole of zeros in it, a program bytes of other encodings
+    if path.suffix in _SUFFIXES[:4]:
+        # a file system may leave a hole of zeros in it, a program bytes of other encodings
         head = head.replace(b"\0", b"")
         return head.decode("utf-8", "replace").count("\ufffd") <= _MOST_STRANGE * len(head)
     if b"\0" in head or (".json" in path.suffixes and path.name != "error.json"):

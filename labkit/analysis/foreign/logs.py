@@ -146,18 +146,16 @@ class Job:
     def _add_agent(self, log: Log, local: int, code: int, found: list[Failure], by_rank: dict[int, Failure]) -> None:
         """A process whose end torchrun or DeepSpeed tells, without a list of failures."""
         known = self._of_local.get(local, {local})
+        kind = name_of_signal(-code) if code < 0 else f"exit code {code}"
         if len(known) > 1 or not self._alone:
             if not found:
-                speaker = Speaker(log.path, local=local)
-                found.append(
-                    Failure(speaker, name_of_signal(-code) if code < 0 else f"exit code {code}", "", code=code)
-                )
+                found.append(Failure(Speaker(log.path, local=local), kind, "", code=code))
             return
         rank = next(iter(known))
         self._adopt(log, rank, found, by_rank)
         if rank not in by_rank:
             speaker = Speaker(log.path, local=local, rank=rank)
-            by_rank[rank] = Failure(speaker, name_of_signal(-code) if code < 0 else f"exit code {code}", "")
+            by_rank[rank] = Failure(speaker, kind, "")
             found.append(by_rank[rank])
         by_rank[rank].code = code
 

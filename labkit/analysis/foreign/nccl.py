@@ -236,16 +236,18 @@ def _unreachable(log: NcclLog) -> Iterator[Finding]:
         cause = "the address belongs to an interface that this node cannot reach, or a firewall is between the nodes"
         fix = (
             "set NCCL_SOCKET_IFNAME on all nodes to the interface between them (`ip -br address` lists them), and open"
+            " all ports between the nodes"
         )
-        fix += " all ports between the nodes"
     else:
         title = f"the network card of {here} cannot reach that of another rank: {shorter(found['error'], 60)}"
         cause = (
             "with RoCE, the GID index is wrong, or the networks of the two cards are not routed to each other, as on"
+            " rails; with InfiniBand, a port or the subnet manager is down"
         )
-        cause += " rails; with InfiniBand, a port or the subnet manager is down"
-        fix = "NCCL_IB_GID_INDEX as `show_gids` lists it for RoCE v2 (often 3), NCCL_CROSS_NIC=0 on rails, NCCL_IB_HCA"
-        fix += " for the cards to use; test the two nodes with `ib_write_bw`"
+        fix = (
+            "NCCL_IB_GID_INDEX as `show_gids` lists it for RoCE v2 (often 3), NCCL_CROSS_NIC=0 on rails, NCCL_IB_HCA"
+            " for the cards to use; test the two nodes with `ib_write_bw`"
+        )
     yield Finding("nccl_unreachable", "wrong", title, shorter(line), cause, fix)
 
 
