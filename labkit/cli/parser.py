@@ -410,6 +410,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     ):
         bench.add_argument(name, type=_number(name, bounds), metavar="N", help=help)
     bench.add_argument("--results", metavar="FILE", help="JSON lines to append to; training_kills continues them")
+    bench.add_argument("--save", action="store_true", help="keep the figures, and write them into MEASUREMENTS.md")
     return parser, commands.names
 
 

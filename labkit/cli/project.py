@@ -185,7 +185,8 @@ def _call_with_clients() -> int:
                 lines = (f"import site; site.addsitedir({path!r})\n" for path in paths)
                 (libraries / "labkit.pth").write_text("".join(lines), encoding="utf-8")
             versions = [f"{name}=={version}" for name, version in _CLIENTS.items()]
-            install = [python, "-m", "pip", "install", "-q", "-c", str(environment.CONSTRAINTS), *versions]
+            constraints = ("-c", str(environment.CONSTRAINTS))
+            install = [python, "-m", "pip", "install", "-q", "--no-compile", *constraints, *versions]
             if made.returncode or subprocess.run(install, capture_output=True, check=False).returncode:
                 say(f"the tests with {', '.join(_CLIENTS)} are skipped: these cannot be installed here")
                 return 0
@@ -423,8 +424,7 @@ def bench(args: argparse.Namespace) -> int:
     from bench.main import main
 
     try:
-        return main(
-            args.json, args.only, rounds=args.rounds, minutes=args.minutes, ranks=args.ranks, results=args.results
-        )
+        given = {"rounds": args.rounds, "minutes": args.minutes, "ranks": args.ranks, "results": args.results}
+        return main(args.json, args.only, args.save, **given)
     except ValueError as error:
         raise Refused(str(error), code=2) from None

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from bench import results
+from bench import page, results
 from bench.fuzz import hostile
 from bench.killed_training import training_kills
 from bench.kills import kill_matrix
@@ -62,10 +62,11 @@ BENCHES: tuple[Callable[..., list[Result]], ...] = (
 )
 
 
-def main(as_json: bool = False, only: str | None = None, **given: Any) -> int:
+def main(as_json: bool = False, only: str | None = None, save: bool = False, **given: Any) -> int:
     """Runs every benchmark, or `only` the one of this name, and prints its figures as a table or as one JSON object.
-    `given` are arguments of benchmarks: each takes those that it has (None: its default). Raises `ValueError` for an
-    unknown name, and for an argument that none takes."""
+    With `save` they replace the saved ones, and the page of measurements is written anew. `given` are arguments of
+    benchmarks: each takes those that it has (None: its default). Raises `ValueError` for an unknown name, and for an
+    argument that none takes."""
     names = {bench.__name__: bench for bench in BENCHES}
     chosen = BENCHES if only is None else (names[check_choice("only", only, tuple(names))],)
     takes = {bench: inspect.signature(bench).parameters for bench in chosen}
@@ -82,12 +83,13 @@ def main(as_json: bool = False, only: str | None = None, **given: Any) -> int:
         os.environ["LABKIT_RUNS"] = runs
         for bench in chosen:
             progress.step(" ".join(bench.__doc__.split()))
-            figures += bench(**{name: value for name, value in given.items() if name in takes[bench]})
-    machine = Machine.here()
-    on = (
-        f"{machine.cores} cores, {size(machine.memory, 0)}, {len(machine.gpus)} GPUs; load {os.getloadavg()[0]:.1f} at"
-        " the end"
-    )
+            measured = bench(**{name: value for name, value in given.items() if name in takes[bench]})
+            figures += measured
+            if save:
+                page.save(bench, measured, _machine(), time.strftime("%Y-%m-%d"))
+    if save:
+        page.write([bench.__name__ for bench in BENCHES])
+    on = _machine()
     if as_json:
         print(
             json.dumps(
@@ -106,3 +108,9 @@ def main(as_json: bool = False, only: str | None = None, **given: Any) -> int:
         table.add_row(figure.name, median, spread, figure.aim, figure.note)
     Console().print(table)
     return 0
+
+
+def _machine() -> str:
+    machine = Machine.here()
+    what = f"{machine.cores} cores, {size(machine.memory, 0)}, {len(machine.gpus)} GPUs"
+    return f"{what}; load {os.getloadavg()[0]:.1f} at the end"

@@ -56,7 +56,7 @@ def burst() -> list[Result]:
             before = kernel.memory_info().rss
             pages.ask(f"burst_ = show(run({str(script)!r}, nproc=4, device='cpu'))")
             answers, memory = [], []
-            while pages.ask("print(burst_.folder.read_status()['state'])").strip() not in (
+            while pages.ask("print(burst_.folder.read_status().state)").strip() not in (
                 "finished",
                 "failed",
                 "stopped",

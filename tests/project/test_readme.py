@@ -7,6 +7,8 @@ import re
 import shlex
 
 import pytest
+from bench import page as measurements
+from bench.main import BENCHES
 
 import labkit
 from labkit.cli.commands import COMMANDS
@@ -50,6 +52,13 @@ def test_files_that_a_page_names_exist(page):
     for name in re.findall(r"`((?:\w+/)+(?:\w+\.(?:py|md|json))?)`", text):
         if not name.startswith(("runs/", "events/", "path/", "site/", "kaggle/")):  # of a run or of the reader
             assert (CLONE / name).exists() or (CLONE / "labkit" / name).exists(), name
+
+
+def test_measurements_are_those_that_benchmarks_saved():
+    names = [bench.__name__ for bench in BENCHES]
+    assert {path.stem for path in measurements.RESULTS.iterdir()} <= set(names)
+    written = measurements.PAGE.read_text(encoding="utf-8").partition(measurements.BEGIN)[2]
+    assert written.partition(measurements.END)[0].strip() == measurements.section(names).strip()
 
 
 @pytest.mark.parametrize("page", PAGES)
