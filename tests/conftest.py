@@ -35,7 +35,7 @@ sys.modules.setdefault("rfc3987_syntax", None)
 # modules and tests live as long as the process; looking through them again and again took a tenth of its time
 gc.set_threshold(10_000, 10, 10)
 
-PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
+PATIENCE = 180.0  # seconds that a test waits for a server on a busy machine
 FAILED = pytest.StashKey[bool]()  # whether the function of a test raised
 REFUSED = pytest.StashKey[bool]()  # whether a test of --quick was about to start a process
 RUNNING: list[pytest.Item] = []  # the test that runs
