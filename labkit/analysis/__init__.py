@@ -18,8 +18,8 @@ outcome in numbers and sentences.
 - `analysis/diagnose/errors.py`, `analysis/diagnose/known_errors.py`: runs that fail, and collectives that do not
   match; the table of errors that are recognised by their message
 - `analysis/diagnose/hang.py`: runs that make no progress; which rank waits in which collective of which process
-  group
-- `analysis/diagnose/ras.py`: what NCCL's RAS service says about ranks that wait
+  group, and what NCCL's RAS service says about it
+- `analysis/diagnose/looks.py`: runs that end without an error and train something else than their author thinks
 - `analysis/diagnose/training.py`: runs that train something else, and training that the probe cannot observe
 - `analysis/diagnose/speed.py`: runs that are slow or large, and mixtures of experts whose load is uneven
 

@@ -15,7 +15,7 @@ import pytest
 
 import labkit
 from labkit.analysis.foreign import ForeignError, Page, opening
-from labkit.analysis.foreign.logged_steps import step_in
+from labkit.analysis.foreign.log_lines import step_in
 
 MEGATRON = (
     " [2026-01-02 03:04:05] iteration      100/  500000 | consumed samples:  25600 | elapsed time per iteration (ms):"

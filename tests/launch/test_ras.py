@@ -14,7 +14,7 @@ from ras_server import communicator, group, missing, rank, ras_server, report, t
 
 from labkit import run
 from labkit.analysis.diagnose import findings
-from labkit.analysis.diagnose.ras import answer_in_words
+from labkit.analysis.diagnose.hang import answer_in_words
 from labkit.analysis.foreign import opening
 from labkit.analysis.foreign.ras import parsed
 from labkit.launch import local, ras

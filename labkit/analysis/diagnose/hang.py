@@ -1,23 +1,34 @@
-"""Runs that make no progress: which rank waits in which collective, and for which other rank."""
+"""Runs that make no progress: which rank waits in which collective, and for which other rank, and what NCCL's RAS
+service says about them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from labkit.analysis.diagnose.finding import Finding
 from labkit.analysis.diagnose.looks import surplus_calls
-from labkit.analysis.diagnose.ras import answer_in_words
-from labkit.common.units import ranks_in_words
+from labkit.common.text import visible_line
+from labkit.common.units import counted, ranks_in_words, some_ranks
 from labkit.record.events import CutOff, Error
 from labkit.record.ranks import PEER_GONE
 from labkit.record.stacks import place
 
 if TYPE_CHECKING:
     from labkit.record.documents import Failure
-    from labkit.record.events import CallKind, Collective, Sequence, Silent, Waiting
+    from labkit.record.events import (
+        CallKind,
+        Collective,
+        Communicator,
+        Ras,
+        RasAlike,
+        RasRank,
+        Silent,
+        Waiting,
+    )
+    from labkit.record.events import Sequence as Calls
     from labkit.record.ranks import RankState
     from labkit.record.state import RunState
 
@@ -379,7 +390,7 @@ def apart(state: RunState) -> Apart | None:
     """Where the sequences of the ranks part first, of the group that was in use longest; None if they agree as far as
     they are known. Later calls change nothing about it.
     """
-    groups: dict[tuple[Any, ...], dict[int, Sequence]] = {}
+    groups: dict[tuple[Any, ...], dict[int, Calls]] = {}
     for number, rank in sorted(state.ranks.items()):
         for sequence in rank.called.groups if rank.called else ():
             groups.setdefault((sequence.group, sequence.id, tuple(sequence.ranks)), {})[number] = sequence
@@ -387,7 +398,7 @@ def apart(state: RunState) -> Apart | None:
     return next((parting for parting in partings if parting is not None), None)
 
 
-def _parts(sequences: Mapping[int, Sequence]) -> Apart | None:
+def _parts(sequences: Mapping[int, Calls]) -> Apart | None:
     begin = max(sequence.first for sequence in sequences.values())
     for number in range(begin, max(sequence.first + len(sequence.calls) for sequence in sequences.values())):
         kinds = {rank: kind for rank, sequence in sequences.items() if (kind := _call(sequence, number)) is not None}
@@ -413,7 +424,7 @@ def _parts(sequences: Mapping[int, Sequence]) -> Apart | None:
     return None
 
 
-def _how(sequences: Mapping[int, Sequence], kinds: Mapping[int, CallKind], number: int) -> str:
+def _how(sequences: Mapping[int, Calls], kinds: Mapping[int, CallKind], number: int) -> str:
     first = min(kinds)
     other = next(rank for rank in kinds if not _alike(kinds[rank], kinds[first]))
     ours, theirs = kinds[first], kinds[other]
@@ -428,7 +439,7 @@ def _how(sequences: Mapping[int, Sequence], kinds: Mapping[int, CallKind], numbe
     return "order" if all(skips) else "extra" if any(skips) else "branch"
 
 
-def _call(sequence: Sequence, number: int) -> CallKind | None:
+def _call(sequence: Calls, number: int) -> CallKind | None:
     index = number - sequence.first
     return sequence.kinds[sequence.calls[index]] if 0 <= index < len(sequence.calls) else None
 
@@ -865,3 +876,87 @@ def _common_place(events: Iterable[Waiting]) -> str:
 
 def _seconds(events: Iterable[Waiting | Silent]) -> float:
     return max(float(event.t - event.since) for event in events)
+
+
+# ---- what NCCL's RAS service says about a communicator: ranks that did not answer, that report an error, or that
+# launched fewer collectives than the others
+
+_SHOWN = 8  # ranks or values in one sentence
+STATUS = "status"  # the `what` of ranks that differ in their status
+
+
+def answer_in_words(event: Ras) -> str:
+    """`NCCL RAS: rank 1 has launched 56 AllReduce, ranks 0, 2, 3 57`; empty if all ranks answered and are alike."""
+    sentences = list(dict.fromkeys(sentence for about in event.communicators for sentence in _sentences(about)))
+    if not sentences:
+        return ""
+    more = [f"{len(sentences) - _SHOWN} more in {event.saved}"] if len(sentences) > _SHOWN else []
+    return "NCCL RAS: " + "; ".join([*sentences[:_SHOWN], *more])
+
+
+def _sentences(about: Communicator) -> Iterator[str]:
+    within = "" if about.of_run else f" (ranks of {title_of(about)})"
+    for ranks in (about.missing, about.failed):
+        if ranks:
+            yield ranks_say(ranks) + within
+    for parts in differing(about):
+        yield part_in_words(parts) + within
+
+
+def title_of(about: Communicator) -> str:
+    """`communicator 27a079b828ff1a75 of 32 ranks`."""
+    return f"communicator {visible_line(about.name)} of {counted(about.size, 'rank')}"
+
+
+def ranks_say(ranks: Sequence[RasRank]) -> str:
+    """`rank 1 did not answer and is considered dead (process 42 on 10.0.0.2, GPU 1)`, of ranks that say the same."""
+    by_word: dict[str, list[RasRank]] = {}
+    for rank in ranks:
+        by_word.setdefault(rank.says, []).append(rank)
+    sentences = []
+    for says, those in by_word.items():
+        processes = [process for rank in those[:_SHOWN] if (process := process_of(rank))]
+        named = f" ({'; '.join(processes)})" if processes else ""
+        sentences.append(f"{some_ranks([rank.rank for rank in those])} {visible_line(says)}{named}")
+    return "; ".join(sentences)
+
+
+def process_of(rank: RasRank) -> str:
+    """`process 42 on 10.0.0.2, GPU 1`; empty if unknown."""
+    host = f" on {visible_line(rank.host)}" if rank.host else ""
+    gpu = f", GPU {visible_line(rank.gpu)}" if rank.gpu else ""
+    return f"process {rank.pid}{host}{gpu}" if rank.pid else ""
+
+
+def differing(about: Communicator) -> list[list[RasAlike]]:
+    """What is not equal on all ranks, one list for each: the ranks with fewer calls first, or the rarer status."""
+    by_what: dict[str, list[RasAlike]] = {}
+    for part in about.differ:
+        by_what.setdefault(part.what, []).append(part)
+    return [
+        sorted(parts, key=lambda part: part.count if what == STATUS else launched(part))
+        for what, parts in by_what.items()
+    ]
+
+
+def launched(part: RasAlike) -> int:
+    """How often ranks launched a collective."""
+    return int(part.value) if part.value.isdecimal() and part.value.isascii() else 0
+
+
+def part_in_words(parts: Sequence[RasAlike]) -> str:
+    """`rank 1 has launched 56 AllReduce, ranks 0, 2, 3 57`."""
+    words = []
+    for part in parts[:_SHOWN]:
+        who, value, what = members(part), visible_line(part.value), visible_line(part.what)
+        verb = "has" if part.count == 1 else "have"
+        if part.what == STATUS:
+            words.append(f"{who} {verb} status {value}")
+        else:
+            words.append(f"{who} {value}" if words else f"{who} {verb} launched {value} {what}")
+    return ", ".join(words) + (f" and {len(parts) - _SHOWN} more groups" if len(parts) > _SHOWN else "")
+
+
+def members(part: RasAlike) -> str:
+    """`ranks 0, 2`; `26 ranks` if the report does not name all of them."""
+    return some_ranks(part.ranks) if len(part.ranks) == part.count else counted(part.count, "rank")

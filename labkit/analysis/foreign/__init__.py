@@ -7,8 +7,8 @@ in common, and writes the steps as events of a run. `flight_recorder.py` reads t
 timeout, and says which rank is missing in which collective; `debug_server.py` reads the stacks of torch's debug server,
 and `ras.py` reports of NCCL's RAS service. `memory_events.py` reads snapshots of CUDA memory and follows their events
 to the peak, and `memory_snapshot.py` says what holds the memory, what grows and how fragmented it is. `log_lines.py`
-reads what ranks, torchrun, Slurm and Kubernetes wrote, `logs.py` says who failed first and why, and `nccl.py` and
-`kernel.py` the lines of NCCL and of the kernel among it. Each of them returns a `Page`: findings, tables and sentences,
+reads what ranks, torchrun, Slurm, Kubernetes and the kernel wrote, `logs.py` says who failed first and why, and
+`nccl.py` what the lines of NCCL among it say. Each of them returns a `Page`: findings, tables and sentences,
 for every front end, and events, from which `runs/gathering.py` makes a run.
 
 Every file is untrusted: readers have limits, execute nothing, and raise `ForeignError` with one sentence.

@@ -1,5 +1,6 @@
 """The lines of a job's logs: who wrote each follows from its prefixes or from the file, and what a rank failed with
-from its traceback, from the lines of torch's C++ code, and from torchrun's summary."""
+from its traceback, from the lines of torch's C++ code, and from torchrun's summary; and the steps of a training that
+are told in them."""
 
 from __future__ import annotations
 
@@ -10,13 +11,12 @@ import re
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from labkit.analysis.diagnose.finding import shorter
-from labkit.analysis.foreign import ForeignError, kernel, nccl
-from labkit.analysis.foreign.logged_steps import Logged, step_in
+from labkit.analysis.foreign import ForeignError, nccl
 from labkit.analysis.foreign.reading import Content, rank_in_name
 from labkit.common.files import open_regular
 from labkit.record.ranks import PEER_GONE
@@ -128,9 +128,9 @@ _SUMMARY = re.compile(
 )
 
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as PowerShell redirects
-_MESSAGES = ("message", "msg", "log", "event")  # keys of a line of JSON, with the text of the line
-_TIMES = ("time", "timestamp", "ts", "@timestamp", "asctime")
-_MORE = ("exception", "exc_info", "stack_trace")  # with a traceback
+_MESSAGE_KEYS = ("message", "msg", "log", "event")  # of a line of JSON, with the text of the line
+_TIME_KEYS = ("time", "timestamp", "ts", "@timestamp", "asctime")
+_MORE_KEYS = ("exception", "exc_info", "stack_trace")  # with a traceback
 
 _SUFFIXES = (".log", ".out", ".err", ".txt", ".gz", ".jsonl")
 _MOST_STRANGE = 0.05  # of the bytes with which a log begins may be no UTF-8
@@ -148,6 +148,19 @@ POD_STOPPED = re.compile(
 _IN_KUBERNETES = re.compile(
     rf"OOMKilled|exit(?:ed with)? code 137|Exit Code: +137|low on resource: memory|{POD_STOPPED.pattern}"
 )
+# of the kernel's log: a GPU that failed, as NVIDIA's driver reports it, and a process that was killed
+XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<gpu>[\w:.]+)\): (?P<code>\d{1,3})\b,? ?(?P<says>.*)")
+KILLED_BY_KERNEL = re.compile(
+    r"[Oo]ut of memory: Kill(?:ed)? process|invoked oom-killer|oom-kill:constraint|oom_reaper: reaped"
+)
+
+
+class Logged(NamedTuple):
+    """What a line says of a step: its loss and its seconds, and when the line was written (seconds since 1970)."""
+
+    loss: float | None
+    seconds: float | None
+    time: float | None
 
 
 @dataclass
@@ -450,7 +463,8 @@ class _Reader:
     def _add_outside(self, text: str) -> None:
         """A line of the kernel, of Slurm or of Kubernetes."""
         log = self._log
-        if ("NVRM" in text or "oom" in text or "f memory: Kill" in text) and kernel.is_of_kernel(text):
+        of_kernel = "NVRM" in text or "oom" in text or "f memory: Kill" in text
+        if of_kernel and (XID.search(text) or KILLED_BY_KERNEL.search(text)):
             log.kernel += [shorter(text)] * (len(log.kernel) < MOST_EVENTS)
         elif ("srun" in text or "slurm" in text or "oom" in text) and _IN_SLURM.search(text):
             log.slurm += [shorter(text)] * (len(log.slurm) < MOST_EVENTS)
@@ -704,12 +718,14 @@ def _of_json(text: str) -> list[str]:
         said = msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError):
         return [text]
-    if not isinstance(said, dict) or not (parts := [said[key] for key in _MESSAGES if isinstance(said.get(key), str)]):
+    if not isinstance(said, dict) or not (
+        parts := [said[key] for key in _MESSAGE_KEYS if isinstance(said.get(key), str)]
+    ):
         return [text]
-    when = next((said[key] for key in _TIMES if isinstance(said.get(key), str)), "")
+    when = next((said[key] for key in _TIME_KEYS if isinstance(said.get(key), str)), "")
     rank = next((said[key] for key in ("rank", "global_rank") if type(said.get(key)) is int and said[key] >= 0), None)
     prefix = (f"{when} " if _TIME.fullmatch(when) else "") + (f"[rank{rank}]: " if rank is not None else "")
-    more = [said[key] for key in _MORE if isinstance(said.get(key), str)]
+    more = [said[key] for key in _MORE_KEYS if isinstance(said.get(key), str)]
     return [prefix + line for part in (parts[0], *more) for line in part.splitlines()] or [prefix]
 
 
@@ -786,3 +802,76 @@ def _error_file(path: Path) -> Log:
     speaker.failures.append(Failure(speaker, kind, text[:MESSAGE_LIMIT], clipped(stack), seconds))
     log.speakers.append(speaker)
     return log
+
+
+# ---- steps of a training, as trainers print them; numbers of an evaluation are left out
+#
+# | who prints | a line |
+# | --- | --- |
+# | Megatron-LM | `iteration 100/ 5000 … elapsed time per iteration (ms): 250.3 … lm loss: 2.345E+00 …` |
+# | torchtitan | `step: 10  loss:  7.1234  memory: 30.1GiB(38%)  tps: 3,112` |
+# | nanoGPT | `iter 100: loss 2.3100, time 120.30ms, mfu 10.1%` |
+# | DeepSpeed | `steps: 100 loss: 2.31 iter time (s): 0.25` |
+# | torch's ImageNet example | `Epoch: [1][ 10/500]  Time  0.310 ( 0.5)  Loss 6.9e+00 (7.0e+00)` |
+# | many scripts | `step 100, loss 2.31`, `Step 100/1000 - train_loss=2.31` |
+
+_STEP = re.compile(
+    r"(?<![\w.-])(?:global[ _]?|train(?:ing)?[ _]?|optimizer[ _]?)?(?:steps?|iter(?:ation)?s?)"
+    r"['\"]?(?: *[:=#\[(] *| +)(?P<step>\d[\d,]{0,12})(?![\w.%])"
+)
+_OF_EPOCH = re.compile(r"epoch:? *\[(?P<epoch>\d{1,6})\] *\[ *(?P<step>\d{1,9}) */ *(?P<of>\d{1,9})\]")
+_LOSS = re.compile(  # begins with a fixed text, for which a line is searched fast
+    r"loss['\"]?(?: *[:=] *| +)"
+    r"(?P<loss>[-+]?(?:\d{1,12}(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?|nan|inf(?:inity)?))(?![\w%])"
+)
+_WHICH = re.compile(r"(?<![a-z])(?:(?:train(?:ing)?|lm|total|mean|avg|average|global_avg)[ _/-]?)?$")  # loss it is
+_EVALUATED = re.compile(r"(?<![a-z])(?:val(?:id(?:ation)?)?|eval(?:uation)?|test|dev)[ _/:-]{0,3}$")
+_LONGEST_WORD = 16  # characters of what these two match, and of what stands before
+_NUMBER = r"(?P<{}>\d{{1,9}}(?:\.\d{{0,9}})?(?:e[-+]?\d{{1,2}})?)"
+_UNITS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "secs": 1.0, "seconds": 1.0}
+_UNIT = "|".join(_UNITS)
+_TIMES = (
+    re.compile(
+        r"(?:elapsed )?(?:time (?:per|/) ?(?:iter(?:ation)?|step)|(?:iter(?:ation)?|step|batch)[ _]?time)"
+        rf"(?: *\((?P<before>{_UNIT})\))? *[:=]? *{_NUMBER.format('value')} ?(?P<after>{_UNIT})?(?!\w)"
+    ),
+    re.compile(rf"(?<!\w)time:? *{_NUMBER.format('value')} ?(?P<after>ms)(?!\w)"),  # not of all steps
+    re.compile(rf"(?<!\w){_NUMBER.format('value')} ?(?P<after>{_UNIT}) ?/ ?(?:it|iter|step)(?!\w)"),
+)
+_OF_A_METER = re.compile(rf"\btime +{_NUMBER.format('value')} *\(")  # of torch's ImageNet example
+_PER_SECOND = re.compile(rf"(?<!\w){_NUMBER.format('value')} ?(?:it|iters?|steps?)/s(?:ec)?(?!\w)")
+
+
+def step_in(text: str) -> tuple[int, float | None, float | None] | None:
+    """The number, the loss and the seconds of the step that a line is about; None if it is about none."""
+    text = text.lower()  # the patterns are in lower case: ignoring case takes three times as long
+    loss = _loss(text)
+    numbered = _OF_EPOCH.search(text)
+    if numbered:
+        step = int(numbered["epoch"]) * int(numbered["of"]) + int(numbered["step"])
+    elif found := _STEP.search(text):
+        step = int(found["step"].replace(",", ""))
+    else:
+        return None
+    seconds = _seconds(text, of_a_meter=bool(numbered))
+    return None if loss is None and seconds is None else (step, loss, seconds)
+
+
+def _loss(text: str) -> float | None:
+    for match in _LOSS.finditer(text):
+        which = _WHICH.search(text, max(0, match.start() - _LONGEST_WORD), match.start())
+        if which and not _EVALUATED.search(text, max(0, which.start() - _LONGEST_WORD), which.start()):
+            return float(match["loss"])
+    return None
+
+
+def _seconds(text: str, of_a_meter: bool) -> float | None:
+    for pattern in _TIMES:
+        if found := pattern.search(text):
+            unit = found["after"] or found.groupdict().get("before")
+            return float(found["value"]) * _UNITS[unit] if unit else None
+    if of_a_meter and (found := _OF_A_METER.search(text)):
+        return float(found["value"])
+    if (found := _PER_SECOND.search(text)) and float(found["value"]) > 0:
+        return 1 / float(found["value"])
+    return None

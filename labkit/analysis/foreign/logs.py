@@ -3,6 +3,7 @@ the lines of ranks are interleaved: which rank failed first, and why. `log_lines
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -13,14 +14,17 @@ from typing import Any
 from labkit.analysis.diagnose.finding import Finding, shorter
 from labkit.analysis.diagnose.hang import MISMATCH
 from labkit.analysis.diagnose.known_errors import KnownError, known_in
-from labkit.analysis.foreign import Page, Table, kernel, nccl, present
+from labkit.analysis.foreign import Page, Table, nccl, present
 from labkit.analysis.foreign.log_lines import (
+    KILLED_BY_KERNEL,
     MOST_EVENTS,
     MOST_STEPS,
     POD_STOPPED,
     SIGNALS,
+    XID,
     Failure,
     Log,
+    Logged,
     Speaker,
     by_cause,
     exception_in,
@@ -28,9 +32,9 @@ from labkit.analysis.foreign.log_lines import (
     ranks_of_path,
     seconds_of,
 )
-from labkit.analysis.foreign.logged_steps import Logged, finite, first_not_finite, step_events, timed
 from labkit.analysis.metrics import median
 from labkit.common.units import counted, milliseconds, ranks_in_words
+from labkit.record import events
 from labkit.record.events import OfRank
 
 # ---- the job
@@ -248,9 +252,27 @@ def explain(logs: Sequence[Log]) -> Page:
 
 
 def _events(ranks: Sequence[int], steps: Mapping[int, Mapping[int, Logged]]) -> Iterator[OfRank]:
+    """The ranks, and the steps of each; steps whose line was not written are not there."""
     yield from present(sorted({*ranks, *steps}))
     for rank, of_rank in steps.items():
-        yield from step_events(rank, of_rank)
+        for step, logged in _timed(of_rank).items():
+            seconds = events.StepSeconds(step=logged.seconds)
+            yield events.Step(t=logged.time or 0.0, rank=rank, step=step, loss=logged.loss, seconds=seconds)
+
+
+def _timed(steps: Mapping[int, Logged]) -> dict[int, Logged]:
+    """The steps in order. Where a line has no seconds, they are from its time and that of the previous line, and count
+    everything between them, evaluations and checkpoints included."""
+    ordered: dict[int, Logged] = {}
+    before: tuple[int, float] | None = None
+    for step, logged in sorted(steps.items()):
+        seconds = logged.seconds
+        if seconds is None and before is not None and logged.time is not None and logged.time > before[1]:
+            seconds = (logged.time - before[1]) / (step - before[0])
+        ordered[step] = logged._replace(seconds=seconds)
+        if logged.time is not None:
+            before = step, logged.time
+    return ordered
 
 
 _FROM_A_PEER = ("nccl_unreachable", "nccl_transfer_failed")  # also reported because the process of a peer has ended
@@ -266,7 +288,7 @@ def _findings(job: Job) -> Iterator[Finding]:
     of_nccl = [*nccl.findings(job.nccl)]
     left_out = _FROM_A_PEER if job.failures and _is_own(job.failures[0]) else ()
     wrong = [finding for finding in of_nccl if finding.kind == "wrong" and finding.name not in left_out]
-    memory, hardware = [*_out_of_host_memory(job)], [*kernel.hardware(job.kernel)]
+    memory, hardware = [*_out_of_host_memory(job)], [*_failed_gpus(job)]
     explains = {finding.name for finding in wrong} - {"nccl_not_initialized"}
     told = explains | ({"killed"} if memory else set()) | ({"gpu_fault", "illegal_access"} if hardware else set())
     yield from (*memory, *hardware, *(finding for finding in wrong if finding.name in explains))
@@ -289,14 +311,13 @@ _NAN = (
 
 def _not_finite(job: Job) -> Iterator[Finding]:
     """The first loss that has no value."""
-    lost = {rank: found for rank, steps in job.steps.items() if (found := first_not_finite(steps))}
+    lost = {rank: found for rank, steps in job.steps.items() if (found := _first_not_finite(steps))}
+    without = next((speaker for speaker in job.speakers if speaker.no_value is not None), None)
+    if not lost and without is not None and without.no_value is not None:
+        line, said = without.no_value
+        where = f"line {line:,} of {_file(without.path)}"
+        yield Finding("nan_loss", "wrong", f"the loss is {said} in {where}", f"{where}: loss {said}", *_NAN)
     if not lost:
-        for speaker in job.speakers:
-            if speaker.no_value is not None:
-                line, said = speaker.no_value
-                where = f"line {line:,} of {_file(speaker.path)}"
-                yield Finding("nan_loss", "wrong", f"the loss is {said} in {where}", f"{where}: loss {said}", *_NAN)
-                return
         return
     rank = min(lost, key=lambda number: lost[number][0])
     step, loss = lost[rank]
@@ -315,6 +336,19 @@ def _not_finite(job: Job) -> Iterator[Finding]:
         *_NAN,
         (rank,),
     )
+
+
+def _first_not_finite(steps: Mapping[int, Logged]) -> tuple[int, float] | None:
+    """The first step whose loss is NaN or infinite, and that loss."""
+    for step, logged in sorted(steps.items()):
+        if logged.loss is not None and not math.isfinite(logged.loss):
+            return step, logged.loss
+    return None
+
+
+def _finite(number: float | None) -> float | None:
+    """The number; None for NaN and infinity, which JSON does not have."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _alike(failure: Failure) -> tuple[str, str]:
@@ -536,7 +570,10 @@ def _ends_job(end: re.Match[str] | None) -> bool:
 
 def _out_of_host_memory(job: Job) -> Iterator[Finding]:
     """That a scheduler or the kernel killed a process for lack of memory."""
-    killed = next((line for line in job.slurm if _KILLED_BY_SLURM.search(line)), None) or kernel.killed(job.kernel)
+    killed = next((line for line in job.slurm if _KILLED_BY_SLURM.search(line)), "")
+    if not killed:  # of the lines of the kernel, rather the one that names the process
+        said = [line for line in job.kernel if KILLED_BY_KERNEL.search(line)]
+        killed = next((line for line in said if "Kill" in line), said[0] if said else "")
     memory = next((line for line in job.kubernetes if "OOMKilled" in line or "memory" in line), None)
     if killed or memory:
         tasks = [found for line in job.slurm if (found := _TASK_ENDED.search(line)) and "Memory" in found["how"]]
@@ -553,6 +590,39 @@ def _out_of_host_memory(job: Job) -> Iterator[Finding]:
             " whole data or checkpoint in each rank",
             tuple(ranks[:_SHOWN]),
         )
+
+
+_HARDWARE = {  # numbers of Xid (docs.nvidia.com/deploy/xid-errors); others report a program, or a process that stopped
+    48: "an uncorrectable error of its memory (ECC)",
+    62: "its microcontroller halted",
+    64: "a row of its memory could not be replaced",
+    74: "an error of NVLink",
+    79: "it has fallen off the bus",
+    94: "a contained error of its memory (ECC)",
+    95: "an uncontained error of its memory (ECC)",
+    119: "its firmware (GSP) does not answer",
+    120: "an error of its firmware (GSP)",
+    140: "an unrecovered error of its memory (ECC)",
+    149: "a fatal error of NVLink",
+}
+
+
+def _failed_gpus(job: Job) -> Iterator[Finding]:
+    """The first GPU that failed."""
+    said = [found for line in job.kernel if (found := XID.search(line)) and int(found["code"]) in _HARDWARE]
+    if not said:
+        return
+    first, gpus = said[0], {found["gpu"] for found in said}
+    yield Finding(
+        "gpu_fault",
+        "wrong",
+        f"the GPU {shorter(first['gpu'], 30)} failed: {_HARDWARE[int(first['code'])]} (Xid {first['code']})"
+        + (f"; {len(gpus) - 1} more reported errors" if len(gpus) > 1 else ""),
+        shorter("; ".join(found[0] for found in said[:4])),
+        "a defect of the GPU, its memory, its link or its power supply, not of the script",
+        "leave the node out (Slurm: --exclude), resume from the last checkpoint, and tell the administrators its name"
+        " and the Xid; `nvidia-smi -q -d ECC,ROW_REMAPPER` and `nvidia-smi nvlink -e` show more",
+    )
 
 
 def _stopped(job: Job, after_failure: bool) -> Iterator[Finding]:
@@ -690,7 +760,7 @@ def _step_table(job: Job) -> Table:
     """What each rank has told of its training."""
     rows = []
     for rank, told in [*job.steps.items()][:_SHOWN]:
-        steps = timed(told)
+        steps = _timed(told)
         losses = [logged.loss for logged in steps.values() if logged.loss is not None]
         seconds = [logged.seconds for logged in steps.values() if logged.seconds is not None]
         rows.append(
@@ -779,8 +849,8 @@ def _figures(job: Job) -> dict[str, Any]:
         ],
         "steps": {
             rank: [
-                {"step": step, "loss": finite(logged.loss), "seconds": logged.seconds}
-                for step, logged in timed(steps).items()
+                {"step": step, "loss": _finite(logged.loss), "seconds": logged.seconds}
+                for step, logged in _timed(steps).items()
             ]
             for rank, steps in job.steps.items()
         },

@@ -16,7 +16,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from labkit.analysis.diagnose.finding import Finding
-from labkit.analysis.diagnose.ras import STATUS, calls, differing, members, name_of, part_in_words, ranks_say
+from labkit.analysis.diagnose.hang import (
+    STATUS,
+    differing,
+    launched,
+    members,
+    part_in_words,
+    ranks_say,
+    title_of,
+)
 from labkit.analysis.foreign import ForeignError, Page, Table
 from labkit.analysis.foreign.reading import Content, as_dict, as_list, as_number
 from labkit.common.files import open_regular
@@ -314,7 +322,7 @@ def _missing(about: Communicator, elsewhere: int) -> Finding:
     return Finding(
         name="ras_no_answer",
         kind="wrong",
-        title=f"{some_ranks([rank.rank for rank in about.missing])} of {name_of(about)} did not answer NCCL's RAS",
+        title=f"{some_ranks([rank.rank for rank in about.missing])} of {title_of(about)} did not answer NCCL's RAS",
         evidence=ranks_say(about.missing) + also,
         cause="the process ended or is stopped, its node is down, or the network between the nodes is; RAS considers a"
         " process dead after 60 s",
@@ -328,7 +336,7 @@ def _failed(about: Communicator) -> Finding:
     return Finding(
         name="ras_error",
         kind="wrong",
-        title=f"{some_ranks([rank.rank for rank in about.failed])} of {name_of(about)} reported an error to NCCL",
+        title=f"{some_ranks([rank.rank for rank in about.failed])} of {title_of(about)} reported an error to NCCL",
         evidence=ranks_say(about.failed),
         cause="NCCL noticed an error there that the script has not seen yet, because collectives run asynchronously",
         fix="read the log of that rank, and run again with NCCL_DEBUG=INFO; TORCH_NCCL_ASYNC_ERROR_HANDLING=1, the"
@@ -340,13 +348,13 @@ def _failed(about: Communicator) -> Finding:
 def _behind(about: Communicator, parts: Sequence[RasAlike]) -> Finding:
     rare = parts[0]
     if rare.what == STATUS:
-        title = f"{members(rare)} of {name_of(about)} {'has' if rare.count == 1 else 'have'} status {rare.value}"
+        title = f"{members(rare)} of {title_of(about)} {'has' if rare.count == 1 else 'have'} status {rare.value}"
         cause = "these ranks create or destroy the communicator while the others use it, or wait there for the others"
         fix = "ask RAS again: if it stays, look at what these ranks do (py-spy dump, their logs)"
     else:
-        behind = calls(parts[-1]) - calls(rare)
+        behind = launched(parts[-1]) - launched(rare)
         title = (
-            f"{members(rare)} of {name_of(about)} {'is' if rare.count == 1 else 'are'} {behind:,} {rare.what} behind"
+            f"{members(rare)} of {title_of(about)} {'is' if rare.count == 1 else 'are'} {behind:,} {rare.what} behind"
         )
         cause = "these ranks took a different branch, are stuck before the call, or only slower; NCCL counts calls when"
         cause += " they are launched, so the others wait in a call that these have not made"
