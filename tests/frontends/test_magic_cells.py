@@ -23,7 +23,7 @@ CPU = Machine(gpus=(), cores=2, memory=8 << 30)
 
 
 def test_a_hanging_run_is_stopped_if_headless(runs, monkeypatch):
-    hang = Finding("hang", "wrong", "rank 0 waited", "for rank 1", "", "")
+    hang = Finding("hang", "rank 0 waited", "for rank 1", "", "")
     shown: list[Shown] = []
     run = CellRun(Cell.read("1", "print('here')\ntime.sleep(600)", CPU), shown.append)
     monkeypatch.setattr(torchrun, "findings", lambda state: [hang] if run._tails[0, "stdout"].count else [])

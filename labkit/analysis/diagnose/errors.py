@@ -70,7 +70,7 @@ def known_error(state: RunState) -> Iterator[Finding]:
             whose = f"{ranks_in_words(raised, state.world_size)}: " if raised else ""
             where = _raised_at(state, ranks[0]) if ranks else ""
             evidence = _evidence(known, text)
-            yield Finding(known.name, "wrong", f"{whose}{known.title}{where}", evidence, known.cause, known.fix, ranks)
+            yield Finding(known.name, f"{whose}{known.title}{where}", evidence, known.cause, known.fix, ranks=ranks)
             return
 
 
@@ -122,7 +122,6 @@ def out_of_memory(state: RunState) -> Iterator[Finding]:
     where = place(failure.traceback)
     yield Finding(
         name="out_of_memory",
-        kind="wrong",
         title=f"{ranks_in_words(failure.alike, state.world_size)} ran out of memory"
         + (f" at {where}" if where else ""),
         evidence=evidence,
@@ -146,7 +145,6 @@ def _killed_for_memory(state: RunState, failure: Failure, kills: int) -> Finding
     )
     return Finding(
         name="out_of_memory",
-        kind="wrong",
         title=f"rank {rank} was killed by the kernel because memory ran out"
         + (f", last seen at {where}" if where else ""),
         evidence=(
@@ -220,7 +218,6 @@ def first_failure(state: RunState) -> Iterator[Finding]:
         )
     yield Finding(
         name="first_failure",
-        kind="wrong",
         title=title,
         evidence=shorter(says) + where,
         cause=_cause(state, failure),
@@ -302,7 +299,6 @@ def uneven_inputs(state: RunState) -> Iterator[Finding]:
     short = tuple(rank for rank, length in sorted(lengths.items()) if length == least)
     yield Finding(
         name="uneven_inputs",
-        kind="wrong",
         title=(
             f"{ranks_in_words(short)} had only {least} batches per epoch; other ranks had up to {max(lengths.values())}"
         ),
@@ -337,7 +333,6 @@ def evaluation_on_one_rank(state: RunState) -> Iterator[Finding]:
     exited = [rank for rank in others if state.ranks[rank].exit_code == 0]
     yield Finding(
         name="evaluation_on_one_rank",
-        kind="wrong",
         title=f"{ranks_in_words(alone)} evaluated while {ranks_in_words(others)} did not"
         + (f" ({where})" if where else ""),
         evidence=(f"rank {alone[0]} was at {where}; " if where else "")
@@ -380,7 +375,6 @@ def mismatch(state: RunState) -> Iterator[Finding]:
     where = next(filter(None, map(place_of, events.values())), "")
     yield Finding(
         name="mismatch",
-        kind="wrong",
         title="the ranks called mismatched collectives" + (f" at {where}" if where else ""),
         evidence="; ".join(
             filter(None, (parts.in_words if parts else differ, shorter(reported[1]) if reported else ""))
@@ -414,7 +408,6 @@ def left_early(state: RunState) -> Iterator[Finding]:
     code = " with code 0" if all(state.ranks[number].exit_code == 0 for number in ended) else ""
     yield Finding(
         name="left_early",
-        kind="wrong",
         title=(
             f"{ranks_in_words(ended)} exited{code} after {steps_done(state.ranks[ended[0]])} steps while "
             f"{waited}{doing}"

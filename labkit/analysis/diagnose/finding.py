@@ -28,11 +28,11 @@ class Finding:
     """
 
     name: str
-    kind: str
     title: str
     evidence: str
     cause: str
     fix: str
+    kind: str = "wrong"
     ranks: tuple[int, ...] = ()
 
     def recorded(self) -> FindingFigures:

@@ -497,7 +497,6 @@ def cut_off(state: RunState) -> Iterator[Finding]:
         last = events[-1]
         yield Finding(
             name="cut_off",
-            kind="wrong",
             title=f"{ranks_in_words(ranks)} on {', '.join(dict.fromkeys(ranks.values()))} did not answer",
             evidence=f"the node of rank {last.rank} had no answer for {last.seconds:g} s"
             + (f", {len(events)} times" if len(events) > 1 else ""),
@@ -535,7 +534,6 @@ def _silent(state: RunState) -> Finding | None:
     pid = state.ranks[number].pid
     return Finding(
         name="hang",
-        kind="wrong",
         title=title + _others_wait(others),
         evidence="; ".join(
             [*(_silent_in_words(state, rank, report) for rank, report in sorted(unheard.items())), *_described(others)]
@@ -603,7 +601,6 @@ def _crossed(state: RunState) -> Finding | None:
         cause, fix = _CROSSED if not messages.keys() & set(circle) else _MESSAGE_AND_COLLECTIVE
     return Finding(
         name="hang",
-        kind="wrong",
         title=title,
         evidence=f"no progress for {_seconds(held_up.values()):.0f} s; " + "; ".join(_described(held_up)),
         cause=cause,
@@ -641,7 +638,6 @@ def _parted(state: RunState) -> Finding | None:
     others = (rank for rank in (*parts.by_rank, *held_up) if rank not in parts.odd)
     return Finding(
         name="hang",
-        kind="wrong",
         title=f"the ranks' collectives do not match since {parts.in_words}",
         evidence=f"no progress for {_seconds(held_up.values()):.0f} s; " + "; ".join(_described(held_up)),
         cause=cause,
@@ -688,7 +684,6 @@ def _unanswered(state: RunState) -> Finding | None:
     away = [] if peer in held_up else [f"rank {peer}: {last_seen(state, peer)}"]
     return Finding(
         name="hang",
-        kind="wrong",
         title=title,
         evidence="; ".join([*_described(held_up), *away]),
         cause=cause,
@@ -810,7 +805,6 @@ def _waits(state: RunState) -> Finding | None:
     ]
     return Finding(
         name="hang",
-        kind="wrong",
         title=title,
         evidence="; ".join(described),
         cause=cause,

@@ -50,7 +50,6 @@ def separate_ranks(state: RunState) -> Iterator[Finding]:
     groups = "groups of one rank" if any(look.group for rank in alone for look in rank.looks) else "no process group"
     yield Finding(
         name="separate_ranks",
-        kind="wrong",
         title=f"{ranks_in_words([rank.rank for rank in alone])} train separately: the script made {groups}",
         evidence=f"{state.world_size} ranks were started with WORLD_SIZE={state.world_size}; {groups} in any step; "
         + ("the script reads " + ", ".join(unset) + ", which torchrun does not set" if unset else "nothing is sent"),
@@ -88,7 +87,6 @@ def nothing_sent(state: RunState) -> Iterator[Finding]:
     around = model is not None and not model.called
     yield Finding(
         name="nothing_sent",
-        kind="wrong",
         title=(
             f"{f'a model in {model.name}' if model else 'a process group'}, but nothing is sent in any step"
             + (": the replicas differ" if parted else "")
@@ -228,7 +226,6 @@ def extra_collective(state: RunState) -> Iterator[Finding]:
     if surplus and (state.failure is not None or not hangs(state)):
         yield Finding(
             name="extra_collective",
-            kind="wrong",
             title=f"{ranks_in_words(surplus.ranks)} called a collective of {surplus.group} {surplus.when} that the "
             "other ranks did not call",
             evidence=surplus.in_words,
@@ -333,7 +330,6 @@ def tied_apart(state: RunState) -> Iterator[Finding]:
             )
             yield Finding(
                 name="tied_apart",
-                kind="wrong",
                 title=f"{names} were equal at the start, and differ from step {parted[0]} on",
                 evidence=f"shape {_tensors(rank)[mine].shape}; equal sums before the first step, different ones after "
                 f"{counted(len(parted), 'observed step')}",
@@ -361,7 +357,6 @@ def _untied(ranks: list[RankState]) -> Iterator[Finding]:
         names = " and ".join(_called(rank, pairs[0]))
         yield Finding(
             name="tied_apart",
-            kind="wrong",
             title=f"{names} were equal at the start, and differ from step {parted[0]} on",
             evidence=f"shape {tensors[pairs[0][0]].shape}; equal sums before the first step, different ones after "
             f"{counted(len(parted), 'observed step')}",
@@ -458,7 +453,6 @@ def _unequal_from_the_start(ranks: list[RankState]) -> Finding:
     ddp = any(model.ranks for model in _models(ranks[0]))
     return Finding(
         name="replicas_differ",
-        kind="wrong",
         title=f"the replicas on {ranks_in_words([rank.rank for rank in ranks])} differ from the start",
         evidence=f"sums of {_parameters(_called(ranks[0], sorted(_names(ranks[0], 'parameter'))))} differ before the "
         f"first step, and after each of {counted(len(_in_steps(ranks[0])), 'observed step')}",
@@ -622,7 +616,6 @@ def _replaced(ranks: list[RankState], source: int, steps: Sequence[int]) -> Find
     others = [rank.rank for rank in ranks if rank.rank != source]
     return Finding(
         name="replicas_differ",
-        kind="wrong",
         title=f"what {ranks_in_words(others)} trained is replaced by the parameters of rank {source}",
         evidence=f"replicas that had parted are equal after the communication of steps {_steps_in_words(steps)}, and "
         f"those of rank {source} did not change by it",
@@ -637,7 +630,6 @@ def _replaced(ranks: list[RankState], source: int, steps: Sequence[int]) -> Find
 def _averaged_in_part(ranks: list[RankState], steps: Sequence[int], never: Sequence[int]) -> Finding:
     return Finding(
         name="replicas_differ",
-        kind="wrong",
         title=f"some parameters on {ranks_in_words([rank.rank for rank in ranks])} are averaged from time to time, and"
         " others part for good",
         evidence=f"after the communication of steps {_steps_in_words(steps)}, sums of "
@@ -659,7 +651,6 @@ def _drifted(
     )
     return Finding(
         name="replicas_differ",
-        kind="wrong",
         title=f"{what} on {ranks_in_words([rank.rank for rank in ranks])} differ {since}",
         evidence=f"sums of {_parameters(_called(ranks[0], parted))} differ after step {first.step}, and were equal "
         f"after step {before.step}" + ("" if before.step else " (at the start)"),
@@ -685,7 +676,6 @@ def no_effect(state: RunState) -> Iterator[Finding]:
     cause, fix = _why_no_effect(ranks[0])
     yield Finding(
         name="no_effect",
-        kind="wrong",
         title=f"no parameter of the model changed in {last.step} steps"
         if from_start
         else f"no parameter of the model changed after step {_in_steps(ranks[0])[0].step}",
@@ -746,7 +736,6 @@ def schedule_over(state: RunState) -> Iterator[Finding]:
     highest = max(map(_rate, _in_steps(ranks[0])))
     yield Finding(
         name="schedule_over",
-        kind="wrong",
         title=f"the learning rate is {_rate(first):.2g} from step {first.step} on",
         evidence=f"{highest:.3g} at most, {_rate(before):.3g} in step {before.step}, and at most {_rate(first):.2g} in "
         f"steps {first.step} to {last.step}, on "
@@ -829,7 +818,6 @@ def no_gradient(state: RunState) -> Iterator[Finding]:
         step = _in_steps(ranks[0])[-1].step
         yield Finding(
             name="no_gradient",
-            kind="wrong",
             title=f"{_parameters(sorted(idle))} never got a gradient",
             evidence=f"no gradient at any of {counted(len(_in_steps(ranks[0])), 'observed step')} up to step {step}, "
             f"on {ranks_in_words([rank.rank for rank in ranks], state.world_size)}; the optimizer holds them",
@@ -845,7 +833,6 @@ def gradients_kept(state: RunState) -> Iterator[Finding]:
     if found:
         yield Finding(
             name="gradients_kept",
-            kind="wrong",
             title="each step uses the gradients of all steps before it",
             evidence=f"nothing reset the gradients between step() and the next backward, {_where(state, found)}",
             cause="backward adds to the gradients that are there, and the script does not reset them",
@@ -868,7 +855,6 @@ def stays_in_evaluation(state: RunState) -> Iterator[Finding]:
         before, since, last = parted[0]
         yield Finding(
             name="stays_in_evaluation",
-            kind="wrong",
             title=f"the model trains in evaluation mode from step {since} on"
             if since == before + 1
             else f"the model trains in evaluation mode since a step between {before + 1} and {since}",
@@ -887,7 +873,6 @@ def clipped_scaled(state: RunState) -> Iterator[Finding]:
     if found:
         yield Finding(
             name="clipped_scaled",
-            kind="wrong",
             title="gradients are clipped before they are unscaled",
             evidence=f"the gradients were clipped between backward and GradScaler.unscale_, {_where(state, found)}",
             cause="they are still multiplied by the scale of the loss (65,536 at first), so nearly all of them exceed "
@@ -903,7 +888,6 @@ def clipped_late(state: RunState) -> Iterator[Finding]:
     if found:
         yield Finding(
             name="clipped_late",
-            kind="wrong",
             title="gradients are clipped after the step that used them",
             evidence=f"the gradients were clipped between step() and the next backward, {_where(state, found)}",
             cause="the optimizer has used the gradients as they were before, so the limit has no effect",
@@ -921,7 +905,6 @@ def dropped_micro_batches(state: RunState) -> Iterator[Finding]:
         dropped, backwards = _in_steps(found[0])[-1].dropped or (0, 0)
         yield Finding(
             name="dropped_micro_batches",
-            kind="wrong",
             title=f"{dropped} of {backwards} micro-batches have no effect in each step",
             evidence=f"gradients were reset {counted(dropped, 'time')} between the {backwards} backward calls of a "
             f"step, {_where(state, found)}",
@@ -941,7 +924,6 @@ def nothing_loaded(state: RunState) -> Iterator[Finding]:
                 continue
             yield Finding(
                 name="nothing_loaded",
-                kind="wrong",
                 title=f"load_state_dict loaded none of {counted(load.tensors, 'tensor')} into {load.name}",
                 evidence=f"rank {rank.rank}: no name is known to the model, such as {load.unexpected}; the model has "
                 f"{load.missing}",
@@ -962,7 +944,6 @@ def normalised_twice(state: RunState) -> Iterator[Finding]:
         loss, function = _in_steps(found[0])[-1].twice or ("", "")
         yield Finding(
             name="normalised_twice",
-            kind="wrong",
             title=f"{loss} gets the result of {function}",
             evidence=f"backward goes from {loss} to {function} with nothing between, {_where(state, found)}",
             cause=f"{loss} expects other numbers: without a further operation, probabilities are taken for logits or "
@@ -1000,7 +981,6 @@ def repeated_stream(state: RunState) -> Iterator[Finding]:
             continue
         yield Finding(
             name="repeated_stream",
-            kind="wrong",
             title=f"the {loader.workers} workers of a DataLoader return the same samples",
             evidence=f"rank {rank.rank}: the first {loader.workers} batches, one of each worker, are equal, and the "
             "next one differs; the data set is an IterableDataset",
@@ -1027,7 +1007,6 @@ def same_random(state: RunState) -> Iterator[Finding]:
             continue
         yield Finding(
             name="same_random",
-            kind="wrong",
             title=f"{ranks_in_words([rank.rank for rank in ranks], state.world_size)} draw the same random numbers",
             evidence=f"the states of {name}'s generator were equal in all {len(known)} observed steps, before and "
             "after numbers were drawn for samples that differ between the ranks",
@@ -1049,7 +1028,6 @@ def unlike_data(state: RunState) -> Iterator[Finding]:
         order = first.content and len({part.content for part in sets}) == 1
         yield Finding(
             name="unlike_data",
-            kind="wrong",
             title=f"the ranks divide a {first.name} that "
             + ("is in a different order on each" if order else "is not the same on all of them"),
             evidence=f"{counted(len({part.digest for part in sets}), 'different digest')} of the data on "
@@ -1079,7 +1057,6 @@ def divided_twice(state: RunState) -> Iterator[Finding]:
             continue
         yield Finding(
             name="divided_twice",
-            kind="wrong",
             title=f"each of {state.world_size} ranks gets 1 of {loader.parts} parts of the data set",
             evidence=f"rank {rank.rank}: a DistributedSampler divides the data, and the batch sampler of accelerate "
             "divides its part again",
@@ -1103,7 +1080,6 @@ def unlike_order(state: RunState) -> Iterator[Finding]:
         word = "seed" if name == "seed" else "epoch"
         yield Finding(
             name="unlike_order",
-            kind="wrong",
             title=f"the DistributedSampler shuffles by a different {word} on each rank",
             evidence=", ".join(f"{word} {getattr(epoch, name)} on rank {epoch.rank}" for epoch in epochs),
             cause="each rank takes its part of a shuffled order, which must be the same on all of them: now samples "
@@ -1142,7 +1118,6 @@ def evaluated_twice(state: RunState) -> Iterator[Finding]:
         if often and not gathered_once:
             yield Finding(
                 name="evaluated_twice",
-                kind="wrong",
                 title=f"{count} samples are evaluated of a data set of {samples}",
                 evidence=f"evaluation {number + 1}: {counted(len(often), 'sample')} more than once, such as number "
                 f"{min(often)}; "
@@ -1164,7 +1139,6 @@ def evaluated_twice(state: RunState) -> Iterator[Finding]:
         if 0 < trained < count:
             yield Finding(
                 name="evaluated_twice",
-                kind="wrong",
                 title=f"{trained} of {count} evaluated samples are also trained on",
                 evidence=f"evaluation {number + 1}: {trained} indices are in both parts of one data set",
                 cause="the parts for training and evaluation overlap: they were split with different random numbers",
@@ -1187,7 +1161,6 @@ def unequal_weights(state: RunState) -> Iterator[Finding]:
         told = ", ".join(f"{1 / weight:.4g} on rank {rank.rank}" for weight, rank in zip(weights, ranks))
         yield Finding(
             name="unequal_weights",
-            kind="wrong",
             title="the loss is a mean over different numbers of elements on each rank, and the gradients are averaged",
             evidence=f"step {step}: a mean over {told}",
             cause=(
@@ -1214,7 +1187,6 @@ def unequal_micro_batches(state: RunState) -> Iterator[Finding]:
     (least, many), (most, few) = look.least or (0, 0), look.most or (0, 0)
     yield Finding(
         name="unequal_micro_batches",
-        kind="wrong",
         title="the loss is a mean over different numbers of labels in each micro-batch, and the gradients are added",
         evidence=f"rank {ranks[0].rank}, step {look.step}: means over {few:g} to {many:g} labels; one counts "
         f"{most / least:.3g} times as much in the first as in the second, in {len(unequal[0])} of {known[0]} observed "
@@ -1254,7 +1226,6 @@ def experts_replaced(state: RunState) -> Iterator[Finding]:
         unlike = f", unlike {_parameters(_called(ranks[0], alike))}" if alike else ""
         yield Finding(
             name="experts_replaced",
-            kind="wrong",
             title=f"DDP replaced {_parameters(_called(ranks[0], own))} of the other ranks by those of rank "
             f"{ranks[0].rank}",
             evidence=f"they differed between {ranks_in_words([rank.rank for rank in ranks])} before "
@@ -1279,7 +1250,6 @@ def clipped_first(state: RunState) -> Iterator[Finding]:
         told = ", ".join(f"{factor:.4g} on rank {rank.rank}" for factor, rank in zip(factors, ranks))
         yield Finding(
             name="clipped_first",
-            kind="wrong",
             title="each rank clips its own gradients, before they are averaged",
             evidence=f"step {step}: clip_grad_norm_ multiplied gradients by {told}; after the step the replicas are "
             "equal",
@@ -1307,7 +1277,6 @@ def local_norm(state: RunState) -> Iterator[Finding]:
         told = ", ".join(f"{factor:.4g} on rank {rank.rank}" for factor, rank in zip(factors, ranks))
         yield Finding(
             name="local_norm",
-            kind="wrong",
             title="gradients are clipped by a norm that differs between the ranks of one model",
             evidence=f"step {step}: between backward and step(), all gradients were multiplied by {told}",
             cause=(

@@ -51,7 +51,6 @@ def same_samples(state: RunState) -> Iterator[Finding]:
     streams = any(loader.streams for rank in state.ranks.values() for loader in rank.seen(Loader)[:1])
     yield Finding(
         name="same_samples",
-        kind="wrong",
         title=f"{ranks_in_words(alike)} train on the same samples",
         evidence=(
             f"their batches were identical in all {counted(len(whole), 'recorded step')}, from step {step} on; "
@@ -83,7 +82,6 @@ def _same_in_a_group(state: RunState, groups: list[list[int]], batches: dict[int
             continue
         yield Finding(
             name="same_samples",
-            kind="wrong",
             title=f"{ranks_in_words(ranks)} average their gradients, and train on the same samples",
             evidence=f"their samples were identical in all {counted(len(alike), 'recorded step')}, from step "
             f"{min(alike)} on, and differ from those of other ranks, with which they average nothing",
@@ -121,7 +119,6 @@ def no_set_epoch(state: RunState) -> Iterator[Finding]:
             continue
         yield Finding(
             name="no_set_epoch",
-            kind="wrong",
             title=f"rank {rank.rank} draws the samples in the same order in every epoch",
             evidence=(
                 f"rank {rank.rank}'s DistributedSampler started {len(epochs)} epochs with the same epoch number, "
@@ -172,7 +169,6 @@ def nan_loss(state: RunState) -> Iterator[Finding]:
         )
     yield Finding(
         name="nan_loss",
-        kind="wrong",
         title=f"the loss is not finite from step {step} on, first on {ranks_in_words(first)}",
         evidence=f"{ranks_in_words(sorted(found))}: loss NaN or infinite"
         + (f"; the losses up to step {step - 1} were finite" if step > 1 else " in the first step"),
@@ -227,7 +223,6 @@ def _divergence(state: RunState, ranks: tuple[int, ...], step: int) -> Finding:
     whole = "; no parameter contained NaN then" if parameters and not any(seen.nan for seen in parameters) else ""
     return Finding(
         name="loss_diverged",
-        kind="wrong",
         title=f"the loss diverged: {losses[-1]:g} from step {step} on, on {ranks_in_words(ranks, state.world_size)}",
         evidence=f"losses of rank {ranks[0]} in steps {first} to {step}: {shown}{whole}",
         cause=(
@@ -256,7 +251,6 @@ def loss_differs(state: RunState) -> Iterator[Finding]:
                 numbers = tuple(rank.rank for rank in ranks)
                 yield Finding(
                     name="loss_differs",
-                    kind="wrong",
                     title=(
                         f"{ranks_in_words(numbers)} have different losses from step {step} on, but must have the same"
                     ),
@@ -290,7 +284,6 @@ def one_file(state: RunState) -> Iterator[Finding]:
     (_, path, step), ranks = min(several.items(), key=lambda item: item[0][2])
     yield Finding(
         name="one_file",
-        kind="wrong",
         title=f"{ranks_in_words(sorted(ranks))} wrote the same file after step {step}",
         evidence=f"{path}, after step {step}"
         + (f", and {counted(len(several) - 1, 'more time')}" if len(several) > 1 else ""),

@@ -460,7 +460,6 @@ def _missing(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
     states = ", ".join(f"{count} {state}" for state, count in Counter(e.state for e in found.entries.values()).items())
     return Finding(
         name="missing_in_collective",
-        kind="wrong",
         title=f"{ranks} never called {called} of {_group_in_words(found)}",
         evidence=f"{_ranks_in_words([*found.entries], found.members)} called it ({states}){newest}",
         cause=f"rank {first} waits in a collective of another group, which its peers call in a different order"
@@ -487,7 +486,6 @@ def _different(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
     ranks = _ranks_in_words(found.ranks, found.members)
     return Finding(
         name="collective_mismatch",
-        kind="wrong",
         title=f"{ranks} called {_call(found.entry)} of {_group_in_words(found)} with {what}"
         if found.kind != "operation"
         else f"{ranks} called {what} than the others as {_call(found.entry)} of {_group_in_words(found)}",
@@ -514,7 +512,6 @@ def _state(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
         fix = f"look at the next collective of rank {late[0]}, and at its links (NCCL_DEBUG=INFO)"
     return Finding(
         name="collective_in_different_states",
-        kind="wrong",
         title=f"{_call(found.entry)} of {_group_in_words(found)} is only {state} on {ranks}",
         evidence="; ".join(f"{name} on {_ranks_in_words(those)}" for name, those in by_state.items())
         + "; all called it with the same sizes",
@@ -528,7 +525,6 @@ def _stuck(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
     started = found.entry.state == "started"
     return Finding(
         name="collective_stuck",
-        kind="wrong",
         title=f"{_call(found.entry)} of {_group_in_words(found)} was {found.entry.state} on every rank and did not"
         " complete",
         evidence=f"{_ranks_in_words([*found.entries], found.members)} called it with the same sizes and dtypes",

@@ -316,7 +316,7 @@ def _not_finite(job: Job) -> Iterator[Finding]:
     if not lost and without is not None and without.no_value is not None:
         line, said = without.no_value
         where = f"line {line:,} of {_file(without.path)}"
-        yield Finding("nan_loss", "wrong", f"the loss is {said} in {where}", f"{where}: loss {said}", *_NAN)
+        yield Finding("nan_loss", f"the loss is {said} in {where}", f"{where}: loss {said}", *_NAN)
     if not lost:
         return
     rank = min(lost, key=lambda number: lost[number][0])
@@ -330,11 +330,10 @@ def _not_finite(job: Job) -> Iterator[Finding]:
         when = when if before[-1] == step - 1 else f"in a step between {before[-1] + 1:,} and {step:,}"
     yield Finding(
         "nan_loss",
-        "wrong",
         f"the loss becomes {loss:g} {when}" if before else f"the loss is {loss:g} from the first line on",
         evidence,
         *_NAN,
-        (rank,),
+        ranks=(rank,),
     )
 
 
@@ -413,7 +412,7 @@ def _failed(job: Job, explains: Set[str]) -> Iterator[Finding]:
         if not first.text and first.root:
             fix = "torchrun saw no traceback: add its --log-dir, or decorate main with"
             fix += " torch.distributed.elastic.multiprocessing.errors.record"
-    yield Finding(name, "wrong", title, says, cause, fix, tuple(sorted(ranks)[:_SHOWN]))
+    yield Finding(name, title, says, cause, fix, ranks=tuple(sorted(ranks)[:_SHOWN]))
 
 
 def _line_of(known: KnownError, failure: Failure) -> str:
@@ -582,13 +581,12 @@ def _out_of_host_memory(job: Job) -> Iterator[Finding]:
         whom = ranks_in_words(ranks[:_SHOWN]) if ranks else "a process"
         yield Finding(
             "out_of_memory",
-            "wrong",
             f"the memory of the host ran out{where}, and the kernel killed {whom}",
             killed or memory or "",
             "the processes of the node exceeded the memory that the job asked for (host memory, not GPU memory)",
             "ask for more (--mem, or resources.limits.memory); use fewer workers of the data loader; do not load the"
             " whole data or checkpoint in each rank",
-            tuple(ranks[:_SHOWN]),
+            ranks=tuple(ranks[:_SHOWN]),
         )
 
 
@@ -615,7 +613,6 @@ def _failed_gpus(job: Job) -> Iterator[Finding]:
     first, gpus = said[0], {found["gpu"] for found in said}
     yield Finding(
         "gpu_fault",
-        "wrong",
         f"the GPU {shorter(first['gpu'], 30)} failed: {_HARDWARE[int(first['code'])]} (Xid {first['code']})"
         + (f"; {len(gpus) - 1} more reported errors" if len(gpus) > 1 else ""),
         shorter("; ".join(found[0] for found in said[:4])),
@@ -629,7 +626,7 @@ def _stopped(job: Job, after_failure: bool) -> Iterator[Finding]:
     """What a scheduler ended."""
     memory = any(_out_of_host_memory(job))
     if job.kubernetes and not memory and not after_failure and not any(map(POD_STOPPED.search, job.kubernetes)):
-        yield Finding("killed", "wrong", "a container was killed (SIGKILL, exit code 137)", job.kubernetes[0], *_KILL)
+        yield Finding("killed", "a container was killed (SIGKILL, exit code 137)", job.kubernetes[0], *_KILL)
     end = _cancelled(job)
     if end is not None and (end["why"] or not after_failure):
         usual = (
@@ -640,16 +637,13 @@ def _stopped(job: Job, after_failure: bool) -> Iterator[Finding]:
         title, cause, fix = _STOPS.get(end["why"] or "", usual)
         lost = next(filter(None, map(_NODE_FAILED.search, job.slurm)), None)
         node = lost["node"] if lost else end["node"]
-        yield Finding("stopped_by_scheduler", "wrong", f"{title} ({node}, {end['when']})", end[0], cause, fix)
+        yield Finding("stopped_by_scheduler", f"{title} ({node}, {end['when']})", end[0], cause, fix)
     elif job.sent and not after_failure:
         title = f"the job was stopped from outside: torchrun received {job.sent}"
-        yield Finding(
-            "stopped_by_scheduler", "wrong", title, job.sent_line, *_SENT_FROM.get(job.sent, _SENT_FROM["SIGTERM"])
-        )
+        yield Finding("stopped_by_scheduler", title, job.sent_line, *_SENT_FROM.get(job.sent, _SENT_FROM["SIGTERM"]))
     for line in list(filter(POD_STOPPED.search, job.kubernetes))[:1]:
         yield Finding(
             "stopped_by_scheduler",
-            "wrong",
             "Kubernetes ended a pod",
             line,
             "its node failed or was needed for a pod of higher priority, it was short of a resource, or the job reached"
@@ -694,14 +688,13 @@ def _timeouts(job: Job) -> Iterator[Finding]:
     evidence += f"; called last: {', '.join(said)}" if said else ""
     yield Finding(
         "collective_timeout",
-        "wrong",
         title,
         shorter(evidence),
         cause,
         "look at what these ranks did at that time: their logs, `py-spy dump`, or the dumps of the flight recorder"
         " (nccl_trace_rank_*, which `labkit explain` reads); a data loader or checkpoint that takes longer than the"
         " timeout needs init_process_group(timeout=…)",
-        tuple(concerned[:_SHOWN]),
+        ranks=tuple(concerned[:_SHOWN]),
     )
 
 
@@ -712,14 +705,13 @@ def _blocked(job: Job) -> Iterator[Finding]:
         longest = max(job.stuck.values())
         yield Finding(
             "watchdog_blocked",
-            "wrong",
             f"NCCL's watchdog was blocked{f' for {longest:,} s' if longest else ''} on {ranks_in_words(ranks)}",
             "the heartbeat monitor ended these processes, because their watchdog made no progress",
             "a call of CUDA or NCCL in this process does not return, most often because a kernel or a transfer hangs,"
             " or another thread holds Python's GIL within such a call",
             "look at the stacks of these ranks when it happens again (`py-spy dump --native`), and at the dumps of the"
             " flight recorder; TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC is the limit",
-            tuple(ranks),
+            ranks=tuple(ranks),
         )
 
 

@@ -118,7 +118,6 @@ def _fragmented(unit: Unit, oom: OutOfMemory) -> Finding:
     moment, free = oom.moment, oom.moment.free or Free(0, 0, 0)
     return Finding(
         name="out_of_memory_fragmented",
-        kind="wrong",
         title=f"{unit.name} ran out of memory because of fragmentation ({oom.line}):"
         f" {size(oom.requested)} requested, {size(free.bytes + oom.device_free)} free, but not in one piece",
         evidence=f"{size(moment.reserved)} reserved: {size(moment.active)} in use and {size(free.bytes)} free in pieces"
@@ -135,7 +134,6 @@ def _full(unit: Unit, oom: OutOfMemory) -> Finding:
     cause, fix = _held_by(moment, unit.device.growth)
     return Finding(
         name="out_of_memory",
-        kind="wrong",
         title=f"{unit.name} ran out of memory ({oom.line}): {size(oom.requested)} requested,"
         f" {size(oom.device_free)} free on the device",
         evidence=f"{size(moment.active)} in use of {size(moment.reserved)} reserved: {_lines(moment.held)}"

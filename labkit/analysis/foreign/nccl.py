@@ -205,7 +205,6 @@ def _shared_memory(log: NcclLog) -> Iterator[Finding]:
     if line:
         yield Finding(
             "nccl_shared_memory",
-            "wrong",
             "NCCL could not create its segments in /dev/shm",
             shorter(line),
             "the container's /dev/shm is full or too small: 64 MB is the usual size in Docker and Kubernetes",
@@ -222,7 +221,7 @@ def _warning(log: NcclLog, pattern: re.Pattern[str]) -> tuple[str, re.Match[str]
 def _peer_access(log: NcclLog) -> Iterator[Finding]:
     if warned := _warning(log, _PEER_ACCESS):
         known = next(known for known in KNOWN_ERRORS if known.name == "peer_access")
-        yield Finding(known.name, "wrong", known.title, shorter(warned[0]), known.cause, known.fix)
+        yield Finding(known.name, known.title, shorter(warned[0]), known.cause, known.fix)
 
 
 def _unreachable(log: NcclLog) -> Iterator[Finding]:
@@ -248,7 +247,7 @@ def _unreachable(log: NcclLog) -> Iterator[Finding]:
             "NCCL_IB_GID_INDEX as `show_gids` lists it for RoCE v2 (often 3), NCCL_CROSS_NIC=0 on rails, NCCL_IB_HCA"
             " for the cards to use; test the two nodes with `ib_write_bw`"
         )
-    yield Finding("nccl_unreachable", "wrong", title, shorter(line), cause, fix)
+    yield Finding("nccl_unreachable", title, shorter(line), cause, fix)
 
 
 def _rank_twice(log: NcclLog) -> Iterator[Finding]:
@@ -256,14 +255,13 @@ def _rank_twice(log: NcclLog) -> Iterator[Finding]:
         line, found = warned
         yield Finding(
             "nccl_rank_twice",
-            "wrong",
             f"two processes came to NCCL as rank {found['rank']} of {found['ranks']}",
             shorter(line),
             "the nodes have the same --node-rank, so that their processes have the same ranks; or two jobs use the same"
             " address and port",
             "give each node its own --node-rank (with the rendezvous c10d torchrun does), and each job its own"
             " --master-port or --rdzv-id",
-            (int(found["rank"]),) if len(found["rank"]) < 8 else (),
+            ranks=(int(found["rank"]),) if len(found["rank"]) < 8 else (),
         )
 
 
@@ -273,7 +271,6 @@ def _port_error(log: NcclLog) -> Iterator[Finding]:
         line, found = warned
         yield Finding(
             "nccl_port_error",
-            "wrong",
             f"a port of InfiniBand or RoCE failed on {line.partition(':')[0]}: {found['port'] or ''}{found['event']}",
             shorter(line),
             "the link went down: a cable, a transceiver, a port of the switch, or the network card itself",
@@ -286,7 +283,6 @@ def _not_registered(log: NcclLog) -> Iterator[Finding]:
     if warned := _warning(log, _NOT_REGISTERED):
         yield Finding(
             "nccl_locked_memory",
-            "wrong",
             "NCCL could not register memory with the network card",
             shorter(warned[0]),
             "the limit of locked memory is too low: 64 KB or 8 MB are usual in containers and for Slurm's daemon",
@@ -302,7 +298,6 @@ def _broken_transfer(log: NcclLog) -> Iterator[Finding]:
             here = line.partition(":")[0]
             yield Finding(
                 "nccl_transfer_failed",
-                "wrong",
                 f"a message over InfiniBand between {here} and {broken['peer']} failed (status {broken['status']})",
                 shorter(line),
                 "the other side did not answer: its process ended, or a port, cable or switch between the two failed;"
@@ -323,7 +318,6 @@ def _versions(log: NcclLog) -> Iterator[Finding]:
         which = "; ".join(f"{version}: {_names(hosts)}" for version, hosts in sorted(by_version.items()))
         yield Finding(
             "nccl_versions",
-            "wrong",
             "the nodes use different versions of NCCL",
             which,
             "ranks of one communicator exchange structures of NCCL's own, whose layout differs between versions",
@@ -343,7 +337,6 @@ def _loopback(log: NcclLog) -> Iterator[Finding]:
         name = next(iter(wrong.values()))
         yield Finding(
             "nccl_interface",
-            "wrong",
             f"NCCL uses the interface {name}, which other nodes cannot reach",
             f"{_names(wrong)}: Bootstrap : Using {name}",
             "NCCL took the first interface it found, or NCCL_SOCKET_IFNAME names this one",
@@ -372,7 +365,7 @@ def _incomplete(log: NcclLog) -> Iterator[Finding]:
             fix = "check the interface (NCCL_SOCKET_IFNAME) and that all ports are open between the nodes; the lines of"
             fix += " NCCL_DEBUG_SUBSYS=INIT,NET,BOOTSTRAP say what it waits for"
         evidence = f'"Init START" of {started} of {comm.size}, and no "Init COMPLETE"'
-        yield Finding("nccl_not_initialized", "wrong", title, evidence, cause, fix, tuple(absent[:_SHOWN]))
+        yield Finding("nccl_not_initialized", title, evidence, cause, fix, ranks=tuple(absent[:_SHOWN]))
         return
 
 
@@ -396,11 +389,11 @@ def _sockets(log: NcclLog) -> Iterator[Finding]:
     between = f"{counted(count, 'pair')} of ranks via NET/Socket" if count else "Using network Socket"
     yield Finding(
         "nccl_sockets",
-        "slow",
         "the nodes communicate over TCP sockets instead of InfiniBand or RoCE",
         shorter("; ".join(filter(None, (between, log.without_infiniband)))),
         cause,
         fix,
+        kind="slow",
     )
 
 
@@ -427,11 +420,11 @@ def _without_peer_access(log: NcclLog) -> Iterator[Finding]:
     evidence = f"{counted(by_memory, 'pair')} of ranks of one node via SHM, {peers} via P2P"
     yield Finding(
         "nccl_no_p2p",
-        "slow",
         "GPUs of one node exchange data through the memory of the host",
         shorter("; ".join(filter(None, (evidence, log.without_p2p)))),
         cause,
         fix,
+        kind="slow",
     )
 
 
@@ -442,7 +435,6 @@ def _network_within_a_node(log: NcclLog) -> Iterator[Finding]:
     off = log.settings.get("NCCL_SHM_DISABLE", set()) - {"0"}
     yield Finding(
         "nccl_network_inside",
-        "slow",
         "ranks of one node communicate over the network",
         f"{counted(count, 'pair')} of ranks of one node via NET",
         "NCCL_SHM_DISABLE=1 is set"
@@ -453,6 +445,7 @@ def _network_within_a_node(log: NcclLog) -> Iterator[Finding]:
         if off
         else "run all ranks of a node in one container, or with --ipc=host and all GPUs visible (CUDA_VISIBLE_DEVICES"
         " unset, cudaSetDevice by LOCAL_RANK)",
+        kind="slow",
     )
 
 
@@ -468,13 +461,13 @@ def _without_gdr(log: NcclLog) -> Iterator[Finding]:
     off = log.settings.get("NCCL_NET_GDR_LEVEL", set()) & {"LOC", "0"}
     yield Finding(
         "nccl_no_gdr",
-        "slow",
         "the network cards read from the memory of the host instead of the GPUs",
         shorter("; ".join(filter(None, (f"{counted(without, 'pair')} via NET without GDRDMA", log.without_gdr)))),
         "NCCL_NET_GDR_LEVEL forbids GPUDirect RDMA" if off else "GPUDirect RDMA is not available on these nodes",
         "remove NCCL_NET_GDR_LEVEL from the environment of the job"
         if off
         else "load the kernel module nvidia-peermem (or use a kernel with DMA-BUF); turn ACS off between GPU and NIC",
+        kind="slow",
     )
 
 

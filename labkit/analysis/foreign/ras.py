@@ -321,7 +321,6 @@ def _missing(about: Communicator, elsewhere: int) -> Finding:
     also = f"; the same processes are missing in {counted(elsewhere, 'other communicator')}" if elsewhere else ""
     return Finding(
         name="ras_no_answer",
-        kind="wrong",
         title=f"{some_ranks([rank.rank for rank in about.missing])} of {title_of(about)} did not answer NCCL's RAS",
         evidence=ranks_say(about.missing) + also,
         cause="the process ended or is stopped, its node is down, or the network between the nodes is; RAS considers a"
@@ -335,7 +334,6 @@ def _missing(about: Communicator, elsewhere: int) -> Finding:
 def _failed(about: Communicator) -> Finding:
     return Finding(
         name="ras_error",
-        kind="wrong",
         title=f"{some_ranks([rank.rank for rank in about.failed])} of {title_of(about)} reported an error to NCCL",
         evidence=ranks_say(about.failed),
         cause="NCCL noticed an error there that the script has not seen yet, because collectives run asynchronously",
@@ -362,7 +360,6 @@ def _behind(about: Communicator, parts: Sequence[RasAlike]) -> Finding:
         fix += " dump, their logs), and at the flight recorder's dumps for the call"
     return Finding(
         name="ras_behind",
-        kind="wrong",
         title=title,
         evidence=part_in_words(parts),
         cause=cause,
