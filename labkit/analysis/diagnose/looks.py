@@ -50,7 +50,7 @@ def separate_ranks(state: RunState) -> Iterator[Finding]:
     groups = "groups of one rank" if any(look.group for rank in alone for look in rank.looks) else "no process group"
     yield Finding(
         name="separate_ranks",
-        title=f"{ranks_in_words([rank.rank for rank in alone])} train separately: the script made {groups}",
+        title=f"{ranks_in_words(_numbers(alone))} train separately: the script made {groups}",
         evidence=f"{state.world_size} ranks were started with WORLD_SIZE={state.world_size}; {groups} in any step; "
         + ("the script reads " + ", ".join(unset) + ", which torchrun does not set" if unset else "nothing is sent"),
         cause=(
@@ -63,20 +63,20 @@ def separate_ranks(state: RunState) -> Iterator[Finding]:
             "read RANK, LOCAL_RANK and WORLD_SIZE, which torchrun sets, and call "
             "torch.distributed.init_process_group() before the model is wrapped"
         ),
-        ranks=tuple(rank.rank for rank in alone),
+        ranks=_numbers(alone),
     )
 
 
 def _alone(state: RunState) -> list[RankState]:
     """The ranks, if they train equal models without a group of several ranks."""
-    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    ranks = _training(state)
     alone = len(ranks) > 1 and all(look.group < 2 for rank in ranks for look in rank.looks)
     return ranks if alone and _alike(ranks) and not _apart(ranks, 0, _names(ranks[0], "parameter")) else []
 
 
 def nothing_sent(state: RunState) -> Iterator[Finding]:
     """A wrapper, or a process group, through which nothing is sent."""
-    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    ranks = _training(state)
     if len(ranks) < 2 or not all(look.silent for rank in ranks for look in _in_steps(rank)[-1:]):
         return
     model = next((model for model in _models(ranks[0]) if model.ranks or model.sharded), None)
@@ -92,7 +92,7 @@ def nothing_sent(state: RunState) -> Iterator[Finding]:
             + (": the replicas differ" if parted else "")
         ),
         evidence=(
-            f"no collective and no message in steps 2 to {step} on {ranks_in_words([rank.rank for rank in ranks])}"
+            f"no collective and no message in steps 2 to {step} on {ranks_in_words(_numbers(ranks))}"
             + (
                 f"; {_parameters(parted_names(ranks, step))} differ between the ranks after step {step}"
                 if parted
@@ -113,7 +113,7 @@ def nothing_sent(state: RunState) -> Iterator[Finding]:
             else "leave no_sync() for the last micro-batch of each step, compute gradients by loss.backward(), or wrap"
             " the model in DistributedDataParallel"
         ),
-        ranks=tuple(rank.rank for rank in ranks),
+        ranks=_numbers(ranks),
     )
 
 
@@ -149,7 +149,7 @@ def replicas_differ(state: RunState) -> Iterator[Finding]:
 
 def _beside_shards(state: RunState) -> Iterator[Finding]:
     """Tensors of a sharded model that are not sharded, and that each rank changes in its own way."""
-    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    ranks = _training(state)
     models = [model for rank in ranks for model in _models(rank)]
     operations = {name for rank in ranks if rank.traffic for name in rank.traffic.ops}
     fsdp = all(model.sharded and model.name.startswith("FSDP") for model in models)
@@ -309,9 +309,14 @@ def _between(last: int | None, first: int) -> str:
     return f"in step {first}" if first <= last + 1 else f"in a step between {last + 1} and {first}"
 
 
+def _since(last: int, first: int) -> str:
+    """Since when something is so that was not after step `last`, and was after step `first`."""
+    return f"from step {first} on" if first <= last + 1 else f"since a step between {last + 1} and {first}"
+
+
 def tied_apart(state: RunState) -> Iterator[Finding]:
     """Copies of one tensor, such as the table of embeddings and the head, on two stages of a pipeline or in a model."""
-    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    ranks = _training(state)
     yield from _untied(ranks)
     if not any(rank.traffic and "send" in rank.traffic.ops for rank in ranks):
         return
@@ -363,7 +368,7 @@ def _untied(ranks: list[RankState]) -> Iterator[Finding]:
             cause="they are two parameters: a tie is lost by deepcopy of a part, by to_empty() of a model on the meta "
             "device, or by a new Parameter for one of them",
             fix="tie them again when the model is complete, and before it is wrapped: head.weight = embedding.weight",
-            ranks=tuple(rank.rank for rank in ranks),
+            ranks=_numbers(ranks),
         )
 
 
@@ -380,7 +385,7 @@ def _same(rank: RankState, mine: int, other: RankState, yours: int, step: int = 
 
 def _replicas(state: RunState) -> Iterator[tuple[list[RankState], TrackedModel | None]]:
     """Ranks that hold replicas: those of each DDP model, or all ranks with equal models that are not sharded."""
-    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    ranks = _training(state)
     seen = set()
     for rank in ranks:
         for model in _models(rank):
@@ -397,13 +402,12 @@ def _replicas(state: RunState) -> Iterator[tuple[list[RankState], TrackedModel |
 def _never_equal(state: RunState) -> Iterator[list[RankState]]:
     """Ranks whose replicas differ at every look: of one DDP, or with gradients that the script all-reduces, of
     different samples."""
-    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    ranks = _training(state)
     by_ddp = [members for members, model in _replicas(state) if model is not None]
     by_hand = [ranks] if not by_ddp and state.asked is None and _all_reduces_gradients(ranks, separate=True) else []
     for members in (*by_ddp, *by_hand):
         numbers = _names(members[0], "parameter")
-        steps = set.intersection(*({look.step for look in _in_steps(rank)} for rank in members))
-        apart = [len(_apart(members, step, numbers)) for step in (0, *sorted(steps))]
+        apart = [len(_apart(members, step, numbers)) for step in (0, *_common_steps(members))]
         if min(apart) >= _MOST * len(numbers):
             yield members
 
@@ -411,7 +415,7 @@ def _never_equal(state: RunState) -> Iterator[list[RankState]]:
 def synchronised(state: RunState) -> list[list[RankState]]:
     """The ranks that average their gradients: those of each DDP group, or all of them if a script all-reduces the
     gradients of equal replicas by itself."""
-    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    ranks = _training(state)
     groups = sorted({tuple(model.ranks) for rank in ranks for model in _models(rank) if model.ranks})
     if groups:
         return [[rank for rank in ranks if rank.rank in group] for group in groups]
@@ -422,8 +426,7 @@ def synchronised(state: RunState) -> list[list[RankState]]:
 
 
 def _are_replicas(ranks: Sequence[RankState]) -> bool:
-    steps = set.intersection(*({look.step for look in _in_steps(rank)} for rank in ranks))
-    return not any(_apart(ranks, step, _names(ranks[0], "parameter")) for step in (0, *steps))
+    return not any(_apart(ranks, step, _names(ranks[0], "parameter")) for step in (0, *_common_steps(ranks)))
 
 
 def _all_reduces_gradients(ranks: Sequence[RankState], separate: bool = False) -> bool:
@@ -453,7 +456,7 @@ def _unequal_from_the_start(ranks: list[RankState]) -> Finding:
     ddp = any(model.ranks for model in _models(ranks[0]))
     return Finding(
         name="replicas_differ",
-        title=f"the replicas on {ranks_in_words([rank.rank for rank in ranks])} differ from the start",
+        title=f"the replicas on {ranks_in_words(_numbers(ranks))} differ from the start",
         evidence=f"sums of {_parameters(_called(ranks[0], sorted(_names(ranks[0], 'parameter'))))} differ before the "
         f"first step, and after each of {counted(len(_in_steps(ranks[0])), 'observed step')}",
         cause=(
@@ -469,7 +472,7 @@ def _unequal_from_the_start(ranks: list[RankState]) -> Finding:
             else "send the weights of rank 0 before the first step: for tensor in model.state_dict().values(): "
             "dist.broadcast(tensor, 0); or load the checkpoint on every rank"
         ),
-        ranks=tuple(rank.rank for rank in ranks),
+        ranks=_numbers(ranks),
     )
 
 
@@ -486,7 +489,7 @@ def _drift(
     unlike = _unlike_settings(ranks, first.step)
     if unlike:
         name, step, values = unlike
-        told = ", ".join(f"{value:g} on rank {rank.rank}" for value, rank in zip(values, ranks))
+        told = _by_rank(ranks, [f"{value:g}" for value in values])
         return (
             "the replicas",
             f"the optimizers' {_in_words(name)} differs first: {told}, in the optimizers after step {step}",
@@ -511,7 +514,7 @@ def _drift(
         )
     factors = _factors(ranks, first.step) if everything else None
     if factors and max(factors) > 1 + _UNLIKE_FACTORS:
-        told = ", ".join(f"{factor:.4g} on rank {rank.rank}" for factor, rank in zip(factors, ranks))
+        told = _by_rank(ranks, [f"{factor:.4g}" for factor in factors])
         return (
             "the replicas",
             f"the ranks multiply their equal gradients by different numbers, in proportion {told}: they are clipped by "
@@ -551,7 +554,7 @@ def _drift(
 def _factors(ranks: Sequence[RankState], step: int) -> list[float] | None:
     """The gradients that the ranks' optimizers used in a step, as multiples of the smallest ones; None if they are not
     multiples of each other, or not known."""
-    used = [look.used for rank in ranks if (look := _look_at(rank, step)) is not None and look.used]
+    used = [look.used for look in _looks_at(ranks, step) if look.used]
     if len(used) < len(ranks) or not all(size > 0 and math.isfinite(size) for _, size in used):
         return None
     signed, sizes = ([pair[which] for pair in used] for which in (0, 1))
@@ -623,46 +626,41 @@ def _replaced(ranks: list[RankState], source: int, steps: Sequence[int]) -> Find
         "average, so the steps of the others have no effect",
         fix="average them: all_reduce(parameter.data), then divide by the number of ranks; or average gradients in "
         "every step, as DistributedDataParallel does",
-        ranks=tuple(rank.rank for rank in ranks),
+        ranks=_numbers(ranks),
     )
 
 
 def _averaged_in_part(ranks: list[RankState], steps: Sequence[int], never: Sequence[int]) -> Finding:
     return Finding(
         name="replicas_differ",
-        title=f"some parameters on {ranks_in_words([rank.rank for rank in ranks])} are averaged from time to time, and"
+        title=f"some parameters on {ranks_in_words(_numbers(ranks))} are averaged from time to time, and"
         " others part for good",
         evidence=f"after the communication of steps {_steps_in_words(steps)}, sums of "
         f"{_parameters(_called(ranks[0], never))} differ, and those of the other parameters, which had parted, are "
         "equal",
         cause="the script averages the other parameters from time to time, and not these",
         fix="average everything that the optimizer updates, for instance in a loop over model.parameters()",
-        ranks=tuple(rank.rank for rank in ranks),
+        ranks=_numbers(ranks),
     )
 
 
 def _drifted(
     ranks: list[RankState], first: Look, before: Look, parted: list[int], what: str, cause: str, fix: str
 ) -> Finding:
-    since = (
-        f"from step {first.step} on"
-        if first.step <= before.step + 1
-        else (f"since a step between {before.step + 1} and {first.step}")
-    )
     return Finding(
         name="replicas_differ",
-        title=f"{what} on {ranks_in_words([rank.rank for rank in ranks])} differ {since}",
+        title=f"{what} on {ranks_in_words(_numbers(ranks))} differ {_since(before.step, first.step)}",
         evidence=f"sums of {_parameters(_called(ranks[0], parted))} differ after step {first.step}, and were equal "
         f"after step {before.step}" + ("" if before.step else " (at the start)"),
         cause=cause,
         fix=fix,
-        ranks=tuple(rank.rank for rank in ranks),
+        ranks=_numbers(ranks),
     )
 
 
 def no_effect(state: RunState) -> Iterator[Finding]:
     """Steps that change no parameter, although there are gradients."""
-    if not (ranks := [rank for rank in state.ranks.values() if _trained(rank)]):
+    if not (ranks := _training(state)):
         return
     for rank in ranks:
         looks = [look for look in _in_steps(rank) if look.gradients or look.gone]
@@ -681,10 +679,10 @@ def no_effect(state: RunState) -> Iterator[Finding]:
         else f"no parameter of the model changed after step {_in_steps(ranks[0])[0].step}",
         evidence=f"{_parameters(_called(ranks[0], trained))} get gradients and have the same values after "
         f"{counted(len(_in_steps(ranks[0])), 'observed step')}{' as before' if from_start else ''}, on "
-        f"{ranks_in_words([rank.rank for rank in ranks], state.world_size)}",
+        f"{ranks_in_words(_numbers(ranks), state.world_size)}",
         cause=cause,
         fix=fix,
-        ranks=tuple(rank.rank for rank in ranks),
+        ranks=_numbers(ranks),
     )
 
 
@@ -727,7 +725,7 @@ def _why_no_effect(rank: RankState) -> tuple[str, str]:
 
 def schedule_over(state: RunState) -> Iterator[Finding]:
     """A learning rate that has become 0, or next to it, long before the training ends."""
-    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    ranks = _training(state)
     tails = [_without_rate(rank) for rank in ranks]
     known = [tail for tail in tails if tail is not None]
     if not known or len(known) < len(ranks):
@@ -739,12 +737,12 @@ def schedule_over(state: RunState) -> Iterator[Finding]:
         title=f"the learning rate is {_rate(first):.2g} from step {first.step} on",
         evidence=f"{highest:.3g} at most, {_rate(before):.3g} in step {before.step}, and at most {_rate(first):.2g} in "
         f"steps {first.step} to {last.step}, on "
-        f"{ranks_in_words([rank.rank for rank in ranks], state.world_size)}",
+        f"{ranks_in_words(_numbers(ranks), state.world_size)}",
         cause="the schedule ends before the training: it is shorter, or advances several times per step, as the "
         "scheduler that accelerate prepares does once per rank, or in every step although it counts epochs",
         fix="make the schedule as long as the optimizer steps of the run, times the ranks for a scheduler from "
         "accelerate's prepare(); call step() of one that counts epochs once per epoch",
-        ranks=tuple(rank.rank for rank in ranks),
+        ranks=_numbers(ranks),
     )
 
 
@@ -769,22 +767,22 @@ def _without_rate(rank: RankState) -> tuple[Look, Look, Look] | None:
 
 def no_update(state: RunState) -> Iterator[Finding]:
     """Parameters that get gradients, and that no optimizer holds."""
-    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
-    unheld: set[str] | None = None
+    ranks = _training(state)
+    unheld: list[set[str]] = []
     for rank in ranks:
-        looks = [look for look in _in_steps(rank) if look.gradients]
+        looks = _with_gradients(rank)
         if len(looks) < _LOOKS:
             return
         always = set.intersection(*(set(look.unheld) for look in looks))
-        names = set(_called(rank, [n for n in sorted(always) if looks[0].sums[n] == looks[-1].sums[n]]))
-        unheld = names if unheld is None else unheld & names
-    if unheld and not any(no_effect(state)):
+        unheld.append(set(_called(rank, [n for n in sorted(always) if looks[0].sums[n] == looks[-1].sums[n]])))
+    everywhere = set.intersection(*unheld) if unheld else set()
+    if everywhere and not any(no_effect(state)):
         strangers = any(look.strangers for rank in ranks for look in _in_steps(rank))
         sharded = any(model.sharded for model in _models(ranks[0]))
         yield Finding(
             name="no_update",
             kind="wrong" if strangers else "slow",
-            title=f"{_parameters(sorted(unheld))} get gradients, but no optimizer holds them",
+            title=f"{_parameters(sorted(everywhere))} get gradients, but no optimizer holds them",
             evidence=f"gradients and the same values {_where(state, ranks)}"
             + ("; an optimizer holds parameters of no model that trains" if strangers else ""),
             cause=_GATHERED[0]
@@ -799,31 +797,30 @@ def no_update(state: RunState) -> Iterator[Finding]:
             if strangers
             else "if they are to be trained, make the optimizer when the model is complete; if not, "
             "requires_grad_(False) before the model is wrapped",
-            ranks=tuple(rank.rank for rank in ranks),
+            ranks=_numbers(ranks),
         )
 
 
 def no_gradient(state: RunState) -> Iterator[Finding]:
     """Parameters in an optimizer that never get a gradient."""
-    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
-    idle: set[str] | None = None
+    ranks = _training(state)
+    idle: list[set[str]] = []
     for rank in ranks:
-        looks = [look for look in _in_steps(rank) if look.gradients]
+        looks = _with_gradients(rank)
         if len(looks) <= _LOOKS:
             return
-        always = set.intersection(*(set(look.idle) for look in looks))
-        names = set(_called(rank, sorted(always)))
-        idle = names if idle is None else idle & names
-    if idle:
+        idle.append(set(_called(rank, sorted(set.intersection(*(set(look.idle) for look in looks))))))
+    everywhere = set.intersection(*idle) if idle else set()
+    if everywhere:
         step = _in_steps(ranks[0])[-1].step
         yield Finding(
             name="no_gradient",
-            title=f"{_parameters(sorted(idle))} never got a gradient",
+            title=f"{_parameters(sorted(everywhere))} never got a gradient",
             evidence=f"no gradient at any of {counted(len(_in_steps(ranks[0])), 'observed step')} up to step {step}, "
-            f"on {ranks_in_words([rank.rank for rank in ranks], state.world_size)}; the optimizer holds them",
+            f"on {ranks_in_words(_numbers(ranks), state.world_size)}; the optimizer holds them",
             cause="the loss does not depend on them: they are not used, or what uses them is detached",
             fix="use them in the forward, without detach() or no_grad(), or set requires_grad_(False)",
-            ranks=tuple(rank.rank for rank in ranks),
+            ranks=_numbers(ranks),
         )
 
 
@@ -837,16 +834,16 @@ def gradients_kept(state: RunState) -> Iterator[Finding]:
             evidence=f"nothing reset the gradients between step() and the next backward, {_where(state, found)}",
             cause="backward adds to the gradients that are there, and the script does not reset them",
             fix="call optimizer.zero_grad() once per step(), before the first backward or after step()",
-            ranks=tuple(rank.rank for rank in found),
+            ranks=_numbers(found),
         )
 
 
 def stays_in_evaluation(state: RunState) -> Iterator[Finding]:
     """A model that began in training mode, and trains in evaluation mode after an evaluation."""
-    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    ranks = _training(state)
     parted = []
     for rank in ranks:
-        looks = [look for look in _in_steps(rank) if look.gradients]
+        looks = _with_gradients(rank)
         first = next((number for number, look in enumerate(looks) if look.evaluating), 0)
         if not first or len(looks) - first < _LOOKS or not all(look.evaluating for look in looks[first:]):
             return
@@ -855,15 +852,13 @@ def stays_in_evaluation(state: RunState) -> Iterator[Finding]:
         before, since, last = parted[0]
         yield Finding(
             name="stays_in_evaluation",
-            title=f"the model trains in evaluation mode from step {since} on"
-            if since == before + 1
-            else f"the model trains in evaluation mode since a step between {before + 1} and {since}",
+            title=f"the model trains in evaluation mode {_since(before, since)}",
             evidence=f"model.training was True up to step {before}, and False in all observed steps from {since} to "
-            f"{last}, on {ranks_in_words([rank.rank for rank in ranks], state.world_size)}",
+            f"{last}, on {ranks_in_words(_numbers(ranks), state.world_size)}",
             cause="eval() was called for an evaluation and train() not after it: dropout is off, and batch norm uses "
             "its running statistics instead of those of the batch",
             fix="call model.train() after each evaluation, such as at the start of every epoch",
-            ranks=tuple(rank.rank for rank in ranks),
+            ranks=_numbers(ranks),
         )
 
 
@@ -878,7 +873,7 @@ def clipped_scaled(state: RunState) -> Iterator[Finding]:
             cause="they are still multiplied by the scale of the loss (65,536 at first), so nearly all of them exceed "
             "the limit; unscaled afterwards, they are smaller than the limit by that factor",
             fix="call scaler.unscale_(optimizer) between backward and clip_grad_norm_",
-            ranks=tuple(rank.rank for rank in found),
+            ranks=_numbers(found),
         )
 
 
@@ -892,7 +887,7 @@ def clipped_late(state: RunState) -> Iterator[Finding]:
             evidence=f"the gradients were clipped between step() and the next backward, {_where(state, found)}",
             cause="the optimizer has used the gradients as they were before, so the limit has no effect",
             fix="call clip_grad_norm_ between backward and optimizer.step()",
-            ranks=tuple(rank.rank for rank in found),
+            ranks=_numbers(found),
         )
 
 
@@ -910,7 +905,7 @@ def dropped_micro_batches(state: RunState) -> Iterator[Finding]:
             f"step, {_where(state, found)}",
             cause="the gradients are reset before each backward, so the step uses those of the last micro-batch only",
             fix="call optimizer.zero_grad() once per step(), before the first backward or after step()",
-            ranks=tuple(rank.rank for rank in found),
+            ranks=_numbers(found),
         )
 
 
@@ -950,23 +945,23 @@ def normalised_twice(state: RunState) -> Iterator[Finding]:
             "for logarithms, so gradients are small and the loss has a wrong minimum",
             fix=f"pass the logits to {loss}, and apply {function} only where probabilities are shown (nll_loss expects "
             "log_softmax)",
-            ranks=tuple(rank.rank for rank in found),
+            ranks=_numbers(found),
         )
 
 
 def _in_all_looks(state: RunState, value: Callable[[Look], bool], first: int = 1) -> list[RankState]:
     """The ranks that train, if `value` holds in all looks from step `first` on in which they have gradients, of which
     there are some; else none."""
-    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
-    looks = [[look for look in _in_steps(rank) if look.gradients and look.step >= first] for rank in ranks]
+    ranks = _training(state)
+    looks = [[look for look in _with_gradients(rank) if look.step >= first] for rank in ranks]
     return ranks if all(len(of_rank) >= _LOOKS and all(map(value, of_rank)) for of_rank in looks) else []
 
 
 def _where(state: RunState, ranks: Sequence[RankState]) -> str:
-    looks = [look for look in _in_steps(ranks[0]) if look.gradients]
+    looks = _with_gradients(ranks[0])
     return (
         f"in all {len(looks)} observed steps up to step {looks[-1].step}, on "
-        f"{ranks_in_words([rank.rank for rank in ranks], state.world_size)}"
+        f"{ranks_in_words(_numbers(ranks), state.world_size)}"
     )
 
 
@@ -995,7 +990,7 @@ def repeated_stream(state: RunState) -> Iterator[Finding]:
 
 def same_random(state: RunState) -> Iterator[Finding]:
     """Random numbers that are equal on ranks with different samples."""
-    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    ranks = _training(state)
     if len(ranks) < 2 or not _separate(ranks, known=True):
         return
     drawn = [{look.step: look.random for look in _in_steps(rank) if look.random} for rank in ranks]
@@ -1007,13 +1002,13 @@ def same_random(state: RunState) -> Iterator[Finding]:
             continue
         yield Finding(
             name="same_random",
-            title=f"{ranks_in_words([rank.rank for rank in ranks], state.world_size)} draw the same random numbers",
+            title=f"{ranks_in_words(_numbers(ranks), state.world_size)} draw the same random numbers",
             evidence=f"the states of {name}'s generator were equal in all {len(known)} observed steps, before and "
             "after numbers were drawn for samples that differ between the ranks",
             cause="every rank has set the same seed, so noise, dropout and augmentation are the same on all ranks",
             fix="seed with the rank once the model is built, and after whatever seeds again, such as Trainer(): "
             "torch.manual_seed(seed + rank)",
-            ranks=tuple(rank.rank for rank in ranks),
+            ranks=_numbers(ranks),
         )
 
 
@@ -1158,7 +1153,7 @@ def unequal_weights(state: RunState) -> Iterator[Finding]:
         if found is None or counted_alike:  # each rank may multiply its loss by a number of its own, as mixup does
             continue
         step, weights = found
-        told = ", ".join(f"{1 / weight:.4g} on rank {rank.rank}" for weight, rank in zip(weights, ranks))
+        told = _by_rank(ranks, [f"{1 / weight:.4g}" for weight in weights])
         yield Finding(
             name="unequal_weights",
             title="the loss is a mean over different numbers of elements on each rank, and the gradients are averaged",
@@ -1171,14 +1166,14 @@ def unequal_weights(state: RunState) -> Iterator[Finding]:
                 "sum the loss, and divide by the number on all ranks: all_reduce(count), then loss * ranks / count; or "
                 "give all ranks equally many"
             ),
-            ranks=tuple(rank.rank for rank in ranks),
+            ranks=_numbers(ranks),
         )
         return
 
 
 def unequal_micro_batches(state: RunState) -> Iterator[Finding]:
     """A mean over different numbers of labels in each micro-batch of a step, which accumulation weights alike."""
-    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    ranks = _training(state)
     unequal = [[look for look in _in_steps(rank) if look.least and look.most and _is_unequal(look)] for rank in ranks]
     known = [sum(look.least is not None for look in _in_steps(rank)) for rank in ranks]
     if not ranks or not all(len(looks) >= _LOOKS and 2 * len(looks) > of for looks, of in zip(unequal, known)):
@@ -1195,7 +1190,7 @@ def unequal_micro_batches(state: RunState) -> Iterator[Finding]:
         "them: that is not the gradient of the whole batch",
         fix="sum the loss (reduction='sum'), and divide by the number of labels in all micro-batches of the step, on "
         "all ranks",
-        ranks=tuple(rank.rank for rank in ranks),
+        ranks=_numbers(ranks),
     )
 
 
@@ -1228,7 +1223,7 @@ def experts_replaced(state: RunState) -> Iterator[Finding]:
             name="experts_replaced",
             title=f"DDP replaced {_parameters(_called(ranks[0], own))} of the other ranks by those of rank "
             f"{ranks[0].rank}",
-            evidence=f"they differed between {ranks_in_words([rank.rank for rank in ranks])} before "
+            evidence=f"they differed between {ranks_in_words(_numbers(ranks))} before "
             f"DistributedDataParallel(model){unlike}, and are equal since; the ranks exchange samples by all-to-all in "
             "each step",
             cause="each rank has experts of its own, but DDP takes all parameters for replicas: it sends those of its "
@@ -1236,7 +1231,7 @@ def experts_replaced(state: RunState) -> Iterator[Finding]:
             fix="wrap only the other modules, or name the experts before DDP is made: "
             "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names); average the gradients "
             "of an expert only over ranks that hold the same one",
-            ranks=tuple(rank.rank for rank in ranks),
+            ranks=_numbers(ranks),
         )
 
 
@@ -1247,7 +1242,7 @@ def clipped_first(state: RunState) -> Iterator[Finding]:
         if found is None or any(model.ranks for model in _models(ranks[0])):
             continue
         step, factors = found
-        told = ", ".join(f"{factor:.4g} on rank {rank.rank}" for factor, rank in zip(factors, ranks))
+        told = _by_rank(ranks, [f"{factor:.4g}" for factor in factors])
         yield Finding(
             name="clipped_first",
             title="each rank clips its own gradients, before they are averaged",
@@ -1256,7 +1251,7 @@ def clipped_first(state: RunState) -> Iterator[Finding]:
             cause="the norm of one rank's gradients is larger and noisier than that of their average, so the ranks are "
             "scaled by different factors, and the limit means something else than on one device",
             fix="all-reduce the gradients first, and call clip_grad_norm_ after that",
-            ranks=tuple(rank.rank for rank in ranks),
+            ranks=_numbers(ranks),
         )
         return
 
@@ -1274,7 +1269,7 @@ def local_norm(state: RunState) -> Iterator[Finding]:
         if found is None or not any(model.sharded for model in _models(ranks[0])):
             continue  # replicas part if that happens to them, which is told
         step, factors = found
-        told = ", ".join(f"{factor:.4g} on rank {rank.rank}" for factor, rank in zip(factors, ranks))
+        told = _by_rank(ranks, [f"{factor:.4g}" for factor in factors])
         yield Finding(
             name="local_norm",
             title="gradients are clipped by a norm that differs between the ranks of one model",
@@ -1287,7 +1282,7 @@ def local_norm(state: RunState) -> Iterator[Finding]:
                 "use torch.nn.utils.clip_grad_norm_(model.parameters(), limit) on the DTensors (FSDP2), "
                 "model.clip_grad_norm_(limit) (FSDP1), or all-reduce the sum of the squared norms"
             ),
-            ranks=tuple(rank.rank for rank in ranks),
+            ranks=_numbers(ranks),
         )
         return
 
@@ -1295,14 +1290,23 @@ def local_norm(state: RunState) -> Iterator[Finding]:
 # ---- what looks say
 
 
-def _trained(rank: RankState) -> bool:
-    return rank.tracked is not None and len(_in_steps(rank)) >= 2 and bool(_names(rank, "parameter"))
+def _training(state: RunState) -> list[RankState]:
+    """The ranks that train, of which it is known what they train."""
+    return [rank for rank in state.ranks.values() if len(_in_steps(rank)) >= 2 and _names(rank, "parameter")]
+
+
+def _numbers(ranks: Sequence[RankState]) -> tuple[int, ...]:
+    return tuple(rank.rank for rank in ranks)
 
 
 def _in_steps(rank: RankState) -> list[Look]:
     """The looks at the ends of steps, whose sums are those of the tracked tensors."""
     count = len(rank.tracked.tensors) if rank.tracked else 0
     return [look for look in rank.looks if look.step and not look.end and len(look.sums) == count]
+
+
+def _with_gradients(rank: RankState) -> list[Look]:
+    return [look for look in _in_steps(rank) if look.gradients]
 
 
 def _models(rank: RankState) -> list[TrackedModel]:
@@ -1316,6 +1320,11 @@ def _tensors(rank: RankState) -> list[TrackedTensor]:
 def _names(rank: RankState, role: str = "") -> set[int]:
     """The indices of the tracked tensors with a role; of all without one."""
     return {number for number, tensor in enumerate(_tensors(rank)) if tensor.role == role or not role}
+
+
+def _by_rank(ranks: Sequence[RankState], texts: Sequence[str]) -> str:
+    """`0.5 on rank 0, 0.7 on rank 1`"""
+    return ", ".join(f"{text} on rank {rank.rank}" for text, rank in zip(texts, ranks))
 
 
 def _called(rank: RankState, numbers: Sequence[int]) -> list[str]:
@@ -1357,11 +1366,21 @@ def _look_at(rank: RankState, step: int) -> Look | None:
     return next((look for look in rank.looks if look.step == step and not look.end and len(look.sums) == count), None)
 
 
+def _looks_at(ranks: Sequence[RankState], step: int) -> list[Look]:
+    """The looks of all ranks after a step; empty if one of them has none."""
+    looks = [look for rank in ranks if (look := _look_at(rank, step)) is not None]
+    return looks if len(looks) == len(ranks) else []
+
+
+def _common_steps(ranks: Sequence[RankState]) -> list[int]:
+    """The steps at whose end all ranks looked."""
+    return sorted(set.intersection(*({look.step for look in _in_steps(rank)} for rank in ranks)))
+
+
 def _apart(ranks: Sequence[RankState], step: int, numbers: set[int]) -> list[int]:
     """Which of these tensors differ between ranks after a step; all if that is not known."""
-    looks = [_look_at(rank, step) for rank in ranks]
-    known = [look for look in looks if look is not None]
-    return _different(known, numbers) if len(known) == len(looks) else sorted(numbers)
+    looks = _looks_at(ranks, step)
+    return _different(looks, numbers) if looks else sorted(numbers)
 
 
 def parted_names(ranks: Sequence[RankState], step: int) -> list[str]:
@@ -1449,19 +1468,18 @@ def _parting(ranks: Sequence[RankState], numbers: set[int]) -> tuple[Look, Look,
     first: Look | None = None
     parted: list[int] = []
     for step in steps:
-        looks = [_look_at(rank, step) for rank in ranks]
-        known = [look for look in looks if look is not None]
-        if len(known) < len(ranks):
+        looks = _looks_at(ranks, step)
+        if not looks:
             continue
-        parted = _different(known, numbers)
+        parted = _different(looks, numbers)
         if parted and before is None:
             return None  # they were never equal
         if not parted and first is not None:
             return None
-        if parted and first is None:
-            first = known[0]
-        if not parted:
-            before = known[0]
+        if parted:
+            first = first or looks[0]
+        else:
+            before = looks[0]
     return (first, before, parted) if first is not None and before is not None else None
 
 
@@ -1469,15 +1487,13 @@ def _unlike_settings(ranks: Sequence[RankState], until: int) -> tuple[str, int, 
     """The first hyperparameter that differs between ranks, up to a step; or the sum of the learning rates until then,
     if they differed in between."""
     for step in sorted(look.step for look in ranks[0].looks if look.step <= until and not look.end):
-        looks = [look for rank in ranks if (look := _look_at(rank, step)) is not None]
-        if len(looks) < len(ranks):
-            continue
-        for name in looks[0].settings:
+        looks = _looks_at(ranks, step)
+        for name in looks[0].settings if looks else ():
             values = [look.settings.get(name, looks[0].settings[name]) for look in looks]
             if max(values) - min(values) > 1e-9 * max(map(abs, values)):
                 return name, step, values
         rates = [look.rates for look in looks]
-        if max(rates) - min(rates) > 1e-9 * max(rates):
+        if rates and max(rates) - min(rates) > 1e-9 * max(rates):
             return "lr summed over the steps", step, rates
     return None
 
@@ -1491,9 +1507,8 @@ def _unlike_orders(ranks: Sequence[RankState]) -> str:
         return ""
     for position, numbers in enumerate(zip(*orders)):
         if len(set(numbers)) > 1:
-            names = (_called(rank, [number])[0] for rank, number in zip(ranks, numbers))
-            each = ", ".join(f"{name} on rank {rank.rank}" for name, rank in zip(names, ranks))
-            return f"number {position + 1} is {each}"
+            names = [_called(rank, [number])[0] for rank, number in zip(ranks, numbers)]
+            return f"number {position + 1} is {_by_rank(ranks, names)}"
     return ""
 
 
@@ -1503,7 +1518,7 @@ def _in_words(name: str) -> str:
 
 def _averaging(state: RunState) -> Iterator[list[RankState]]:
     """Ranks that average the gradients of one model: those of a DDP group, or of a sharded model."""
-    ranks = [rank for rank in state.ranks.values() if _trained(rank)]
+    ranks = _training(state)
     groups = {tuple(model.ranks) for rank in ranks for model in _models(rank) if model.ranks}
     for group in sorted(groups):
         members = [rank for rank in ranks if rank.rank in group]
@@ -1517,11 +1532,9 @@ def _unequal(
     ranks: Sequence[RankState], value: Callable[[Look], float | None], by: float
 ) -> tuple[int, list[float]] | None:
     """A step and the values of the ranks in it, if they differ by a share `by` of the largest in most looks."""
-    steps = sorted(set.intersection(*({look.step for look in _in_steps(rank)} for rank in ranks)))
     found, unequal = 0, []
-    for step in steps:
-        looks = [look for rank in ranks if (look := _look_at(rank, step)) is not None]
-        values = [number for look in looks if (number := value(look)) is not None and number > 0]
+    for step in _common_steps(ranks):
+        values = [number for look in _looks_at(ranks, step) if (number := value(look)) is not None and number > 0]
         if len(values) < len(ranks) or not all(map(math.isfinite, values)):
             continue
         found += 1
