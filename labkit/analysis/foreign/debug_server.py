@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from labkit.analysis.diagnose.finding import Finding, shorter
-from labkit.analysis.foreign import ForeignError, Page, Table
-from labkit.analysis.foreign.reading import Content, as_dict, as_number
-from labkit.common.files import open_regular
-from labkit.common.units import counted, size, some_ranks
+from labkit.analysis.foreign import Page, Table
+from labkit.analysis.foreign.reading import as_dict, as_number, whole_content
+from labkit.common.units import counted, some_ranks
 from labkit.record.events import parse
 from labkit.record.stacks import place
 
@@ -56,11 +55,7 @@ class Dump:
 
 def read_dump(path: Path) -> Dump:
     """Reads one file. Raises `ForeignError` if it is too large, and `OSError` as `open_regular`."""
-    with open_regular(path) as file:
-        data = Content(file, path).read(_LARGEST + 1)
-    if len(data) > _LARGEST:
-        raise ForeignError(f"{path} has more than {size(_LARGEST)}, which no dump of torch's debug server has")
-    text = data.decode(errors="replace")
+    text = whole_content(path, _LARGEST, ", which no dump of torch's debug server has").decode(errors="replace")
     heads = list(_HEAD.finditer(text))[:_MOST_RANKS]
     stacks: dict[int, Stack] = {}
     counters: dict[int, dict[str, dict[str, Any]]] = {}

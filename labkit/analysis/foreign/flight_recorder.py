@@ -23,9 +23,8 @@ from msgspec.structs import replace
 from labkit.analysis.diagnose.finding import Finding
 from labkit.analysis.foreign import ForeignError, Page, Table, present
 from labkit.analysis.foreign.breakdown import operation
-from labkit.analysis.foreign.reading import Content, as_dict, as_list, as_number, plain_value
-from labkit.common.files import open_regular
-from labkit.common.units import counted, ranks_in_words, size
+from labkit.analysis.foreign.reading import as_dict, as_list, as_number, plain_value, whole_content
+from labkit.common.units import counted, ranks_in_words
 from labkit.record.events import RANKS, Call, OfRank, Timeline
 
 # ---- the reader
@@ -96,13 +95,7 @@ class Dump:
 def read_dump(path: Path) -> Dump:
     """Reads one file; nothing in it is executed. Raises `ForeignError` if it is no dump, and `OSError` as
     `open_regular`."""
-    with open_regular(path) as file:
-        content = Content(file, path)
-        data = content.read(_LARGEST + 1)
-    if len(data) > _LARGEST:
-        raise ForeignError(
-            f"{path} has more than {size(_LARGEST)}; record fewer calls: set TORCH_FR_BUFFER_SIZE to 20000 or less"
-        )
+    data = whole_content(path, _LARGEST, "; record fewer calls: set TORCH_FR_BUFFER_SIZE to 20000 or less")
     dump = plain_value(data, path, "the file of the flight recorder")
     if isinstance(dump, list) and "record_id" in as_dict(next(iter(dump), None)):  # torch 2.1 and 2.2
         dump = {"entries": dump}

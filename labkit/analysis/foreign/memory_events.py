@@ -23,10 +23,8 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from labkit.analysis.foreign import ForeignError
-from labkit.analysis.foreign.reading import Content, as_dict, as_list, as_number, plain_value
+from labkit.analysis.foreign.reading import as_dict, as_list, as_number, plain_value, rank_in_name, whole_content
 from labkit.analysis.metrics import median
-from labkit.common.files import open_regular
-from labkit.common.units import size
 
 # ---- the file
 
@@ -35,7 +33,7 @@ _MOST_DEVICES = 256
 _MOST_FRAMES = 512
 _LONGEST = 300  # characters of a name
 _MOST_BYTES = 1 << 60  # of a block or segment
-_RECORD_LESS = "record fewer events: torch.cuda.memory._record_memory_history(max_entries=100000, context='alloc')"
+_RECORD_LESS = "; record fewer events: torch.cuda.memory._record_memory_history(max_entries=100000, context='alloc')"
 
 
 class Event(NamedTuple):
@@ -74,25 +72,20 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What one file says, by the number of the device. `settings` are those of the allocator, and `steps` the times in
-    microseconds at which the optimizer began a step."""
+class Snapshot:
+    """What one file says: `rank` if its name has one, the settings of the allocator, and the devices of which it has
+    memory or events."""
 
+    path: Path
+    rank: int | None
     settings: str
-    segments: Mapping[int, Sequence[Segment]]
-    events: Mapping[int, Sequence[Event]]
-    steps: Mapping[int, Sequence[int]]
+    devices: Sequence[Device]
 
 
-def read_contents(path: Path) -> Contents:
-    """Reads one file; nothing in it is executed. Raises `ForeignError` if it is no snapshot, and `OSError` as
-    `open_regular`."""
-    with open_regular(path) as file:
-        data = Content(file, path).read(_LARGEST + 1)
-    if len(data) > _LARGEST:
-        raise ForeignError(f"{path} has more than {size(_LARGEST)}; {_RECORD_LESS}")
-    content = plain_value(data, path, "the memory snapshot")
-    del data
+def read_snapshot(path: Path) -> Snapshot:
+    """Reads one file and follows its events; nothing in it is executed. Raises `ForeignError` if it is no snapshot, and
+    `OSError` as `open_regular`."""
+    content = plain_value(whole_content(path, _LARGEST, _RECORD_LESS), path, "the memory snapshot")
     content = {"segments": content} if isinstance(content, list) else content  # torch.cuda.memory_snapshot()
     if not isinstance(content, dict) or not isinstance(content.get("segments"), list):
         raise ForeignError(f"{path} has no list segments, so it is no memory snapshot of torch; name such snapshots")
@@ -106,12 +99,13 @@ def read_contents(path: Path) -> Contents:
         for device, trace in enumerate(as_list(content.get("device_traces"))[:_MOST_DEVICES])
         if trace
     }
-    return Contents(
-        settings=_text(as_dict(content.get("allocator_settings")).get("PYTORCH_CUDA_ALLOC_CONF")),
-        segments=segments,
-        events=events,
-        steps=_optimizer_steps(content.get("external_annotations")),
-    )
+    steps = _optimizer_steps(content.get("external_annotations"))
+    devices = [
+        replayed(device, segments.get(device, ()), events.get(device, ()), steps.get(device, ()))
+        for device in sorted({*segments, *events})
+    ]
+    settings = _text(as_dict(content.get("allocator_settings")).get("PYTORCH_CUDA_ALLOC_CONF"))
+    return Snapshot(path, rank_in_name(path), settings, devices)
 
 
 def _segment(segment: dict[str, Any], stacks: _Stacks) -> Segment:
@@ -140,18 +134,11 @@ def _event(event: dict[str, Any], stacks: _Stacks) -> Event:
     return Event(action, address, _bytes(event.get("size")), stack, _bytes(event.get("time_us")))
 
 
-_ACTIONS = {
+_ACTIONS = {  # so that equal names are one object
     action: action
     for action in (
-        "alloc",
-        "free_requested",
-        "free_completed",
-        "segment_alloc",
-        "segment_free",
-        "segment_map",
-        "segment_unmap",
-        "oom",
-        "snapshot",
+        *("alloc", "free_requested", "free_completed", "oom", "snapshot"),
+        *("segment_alloc", "segment_free", "segment_map", "segment_unmap"),
     )
 }
 _WITH_STACK = {"alloc", "oom"}

@@ -1,7 +1,6 @@
 """Snapshots of CUDA memory (`torch.cuda.memory._dump_snapshot`, or `torch.cuda.memory._snapshot()` as JSON): which
 lines hold the memory at its peak, what grows from iteration to iteration, how fragmented the segments are, and what
-held the memory when it ran out. `memory_events.py` reads a file
-and follows its events.
+held the memory when it ran out. `memory_events.py` reads a file and follows its events.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from labkit.analysis.diagnose.finding import Finding
@@ -24,43 +22,11 @@ from labkit.analysis.foreign.memory_events import (
     Held,
     Moment,
     OutOfMemory,
-    read_contents,
-    replayed,
+    Snapshot,
 )
 from labkit.common.units import counted, ranks_in_words, significant, size
 from labkit.record.events import Memory, MemoryStep, OfRank, Start
 from labkit.record.writer import OWNERS
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What one file says: `rank` if its name has one, the settings of the allocator, and the devices of which it has
-    memory or events."""
-
-    path: Path
-    rank: int | None
-    settings: str
-    devices: Sequence[Device]
-
-
-_RANK = re.compile(r"rank[_.-]?(\d{1,6})(?!\d)", re.IGNORECASE)
-
-
-def read_snapshot(path: Path) -> Snapshot:
-    """Reads one file, as `read_contents`, and follows its events."""
-    contents = read_contents(path)
-    devices = [
-        replayed(
-            device,
-            contents.segments.get(device, ()),
-            contents.events.get(device, ()),
-            contents.steps.get(device, ()),
-        )
-        for device in sorted({*contents.segments, *contents.events})
-    ]
-    named = _RANK.search(path.name)
-    return Snapshot(path, int(named[1]) if named else None, contents.settings, devices)
-
 
 # ---- findings
 
@@ -264,14 +230,16 @@ def explain(snapshots: Sequence[Snapshot]) -> Page:
             figures={"kind": "memory_snapshot", "devices": []},
         )
     most = max(units, key=lambda unit: unit.device.peak.active)
+    whose = f" of {most.name}" if len(units) > 1 else ""
+    when = ("the peak" if most.device.history else "the end") + whose
     tables = [
         _table_of_units(units),
-        _table_of_phases(most, len(units) > 1),
-        _table_of_lines(most, len(units) > 1),
-        _table_of_blocks(most, len(units) > 1),
+        _table_of_phases(most.device.peak, when),
+        _table_of_lines(most.device.peak, when),
+        _table_of_blocks(most.device.peak, when),
         _table_of_growth(units),
         _table_of_ooms(units),
-        _table_of_pools(most, len(units) > 1),
+        _table_of_pools(most.device, whose),
     ]
     return Page(
         title=_title(snapshots, units),
@@ -391,41 +359,30 @@ def _first_head(units: Sequence[Unit]) -> str:
     return "file" if len({unit.snapshot.path for unit in units}) > 1 else "device"
 
 
-def _when(unit: Unit, several: bool) -> str:
-    return ("the peak" if unit.device.history else "the end") + (f" of {unit.name}" if several else "")
-
-
 def _share(part: int, whole: int) -> str:
     if not whole:
         return "–"
     return "<1%" if 0 < part < whole / 200 else f"{part / whole:.0%}"
 
 
-def _table_of_phases(unit: Unit, several: bool) -> Table:
-    peak = unit.device.peak
+def _table_of_phases(peak: Moment, when: str) -> Table:
     rows = [(phase or "not known", size(held), _share(held, peak.active)) for phase, held in peak.phases.items()]
-    rows = rows if len(rows) > 1 else []
-    return Table(
-        f"Memory at {_when(unit, several)}, by the phase that allocated it", ("phase", "memory", "share"), tuple(rows)
-    )
+    title, heads = f"Memory at {when}, by the phase that allocated it", ("phase", "memory", "share")
+    return Table(title, heads, tuple(rows) if len(rows) > 1 else ())
 
 
-def _table_of_lines(unit: Unit, several: bool) -> Table:
-    peak = unit.device.peak
+def _table_of_lines(peak: Moment, when: str) -> Table:
     rows = [
         (held.line, held.phase or "–", size(held.bytes), _share(held.bytes, peak.active), f"{held.blocks:,}")
         for held in peak.held[:_MOST_ROWS]
     ]
     heads = ("line", "phase", "memory", "share", "blocks")
-    return Table(f"Memory at {_when(unit, several)}, by line", heads, tuple(rows), ("phase",))
+    return Table(f"Memory at {when}, by line", heads, tuple(rows), ("phase",))
 
 
-def _table_of_blocks(unit: Unit, several: bool) -> Table:
-    rows = [
-        (block.line, block.phase or "–", size(block.bytes), f"{block.blocks:,}") for block in unit.device.peak.largest
-    ]
-    title = f"Largest blocks at {_when(unit, several)}"
-    return Table(title, ("line", "phase", "each", "blocks"), tuple(rows), ("phase",))
+def _table_of_blocks(peak: Moment, when: str) -> Table:
+    rows = [(block.line, block.phase or "–", size(block.bytes), f"{block.blocks:,}") for block in peak.largest]
+    return Table(f"Largest blocks at {when}", ("line", "phase", "each", "blocks"), tuple(rows), ("phase",))
 
 
 def _table_of_growth(units: Sequence[Unit]) -> Table:
@@ -464,7 +421,7 @@ def _table_of_ooms(units: Sequence[Unit]) -> Table:
     return Table("Requests that failed", (_first_head(units), "line", *heads), tuple(rows[: 2 * _MOST_ROWS]), ("line",))
 
 
-def _table_of_pools(unit: Unit, several: bool) -> Table:
+def _table_of_pools(device: Device, whose: str) -> Table:
     rows = [
         (
             pool.name,
@@ -475,11 +432,10 @@ def _table_of_pools(unit: Unit, several: bool) -> Table:
             size(pool.free.blocked),
             size(pool.free.largest),
         )
-        for pool in unit.device.pools[:_MOST_ROWS]
+        for pool in device.pools[:_MOST_ROWS]
     ]
-    title = "Segments at the end" + (f" of {unit.name}" if several else "") + ", by pool"
     heads = ("pool", "segments", "reserved", "allocated", "free", "free between blocks in use", "largest free block")
-    return Table(title, heads, tuple(rows))
+    return Table(f"Segments at the end{whose}, by pool", heads, tuple(rows))
 
 
 def _notes(units: Sequence[Unit]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from labkit.analysis.diagnose.finding import Finding, shorter
-from labkit.analysis.diagnose.known_errors import KNOWN_ERRORS
+from labkit.analysis.diagnose.known_errors import KNOWN_ERRORS, KnownError
 from labkit.analysis.foreign import Table
 from labkit.common.units import counted, ranks_in_words
 
@@ -33,18 +33,17 @@ _SETTING = re.compile(r"(NCCL_\w+) set (?:by environment )?to (\S+)")
 _VERSION = re.compile(r"NCCL version (\S+)")
 _INTERFACE = re.compile(r"Bootstrap ?: ?Using (?:\[\d+\])?([^\s:]+):([^\s<]+)")
 _NETWORK = re.compile(r"Using network (.+)")
-_NO_P2P = re.compile(r"P2P is disabled between|Could not enable P2P")
-_NO_INFINIBAND = re.compile(r"NET/IB ?: ?No device found")
-_NO_GDR = re.compile(r"GPU Direct RDMA (?:\(\S+\) )?Disabled", re.IGNORECASE)
-_SHARED_MEMORY = re.compile(r"/dev/shm|shared memory segment|failed to (?:extend|create shared memory)", re.IGNORECASE)
+_WITHOUT = {  # what NCCL says that it does without
+    "P2P": re.compile(r"P2P is disabled between|Could not enable P2P"),
+    "InfiniBand": re.compile(r"NET/IB ?: ?No device found"),
+    "GDR": re.compile(r"GPU Direct RDMA (?:\(\S+\) )?Disabled", re.IGNORECASE),
+}
 _BROKEN = re.compile(r"Got completion from peer (?P<peer>[^\s<]+)\S* with (?:error |status=)(?:\w+\()?(?P<status>\d+)")
-_PEER_ACCESS = re.compile(r"peer access is not supported")
 _UNREACHABLE = re.compile(
     r"Call to ibv_modify_qp failed with (?:error )?(?P<error>[^,]+)"
     r"|[Cc]onnect to (?P<peer>\S+?)(?:<\d+>)? (?:failed|returned) ?:? ?"
     r"(?P<says>.*(?:No route|unreachable|timed out|connection abort|exceeded error).*)"
 )
-_NOT_REGISTERED = re.compile(r"Call to ibv_(?:reg|create)_\w+ failed.*Cannot allocate memory")
 _PORT = re.compile(r"NET/IB ?: ?(?P<port>\S+:\d+ )?Got async event ?: (?P<event>port error|local catastrophic error)")
 _TWICE = re.compile(r"rank (?P<rank>\d+) of (?P<ranks>\d+) ranks has already checked in")
 _RDMA = re.compile(r"NET/(?:IB\w*|(?:AWS )?Libfabric)(?P<direct>/GDRDMA)?$")
@@ -80,7 +79,7 @@ class NcclLog:
         self.networks: dict[str, set[str]] = defaultdict(set)  # by host
         self.interfaces: dict[str, set[str]] = defaultdict(set)  # by host
         self.warnings: dict[str, str] = {}  # the first of its kind, by its text without numbers
-        self.without_p2p = self.without_infiniband = self.without_gdr = ""
+        self.without: dict[str, str] = {}  # by what is missing, the first line that says so
         self._current: dict[_Thread, Communicator] = {}
 
     def __bool__(self) -> bool:
@@ -92,7 +91,9 @@ class NcclLog:
             return
         host, text = found["host"], found["text"]
         thread = host, found["process"], found["thread"]
-        self.without_p2p = self.without_p2p or (text if _NO_P2P.search(text) else "")
+        for name, pattern in _WITHOUT.items():
+            if name not in self.without and pattern.search(text):
+                self.without[name] = text
         if found["level"] == "WARN":
             if len(self.warnings) < _MOST:
                 self.warnings.setdefault(_NUMBERS.sub("#", text), f"{host}: {text.strip()}")
@@ -131,8 +132,6 @@ class NcclLog:
                 known[host].add(shorter(found[1], 60))
         if (found := _SETTING.search(text)) and (found[1] in self.settings or len(self.settings) < _MOST):
             self.settings[found[1]].add(shorter(found[2].rstrip("."), 60))
-        self.without_infiniband = self.without_infiniband or (text if _NO_INFINIBAND.search(text) else "")
-        self.without_gdr = self.without_gdr or (text if _NO_GDR.search(text) else "")
 
     def join(self, other: NcclLog) -> None:
         """Adds what another file of the job says."""
@@ -151,9 +150,7 @@ class NcclLog:
             for name, values in theirs.items():
                 mine[name] |= values
         self.warnings = other.warnings | self.warnings
-        self.without_p2p = self.without_p2p or other.without_p2p
-        self.without_infiniband = self.without_infiniband or other.without_infiniband
-        self.without_gdr = self.without_gdr or other.without_gdr
+        self.without = other.without | self.without
 
     @property
     def largest(self) -> Communicator | None:
@@ -184,13 +181,13 @@ def _transport(via: str) -> str:
 
 def findings(log: NcclLog) -> Iterator[Finding]:
     """What NCCL's lines show to be wrong or slow, each on its own evidence."""
-    yield from _shared_memory(log)
+    yield from _known_warning(log, _SHARED_MEMORY)
     yield from _versions(log)
     yield from _loopback(log)
     yield from _incomplete(log)
-    yield from _peer_access(log)
+    yield from _known_warning(log, next(known for known in KNOWN_ERRORS if known.name == "peer_access"))
     yield from _unreachable(log)
-    yield from _not_registered(log)
+    yield from _known_warning(log, _LOCKED_MEMORY)
     yield from _rank_twice(log)
     yield from _port_error(log)
     yield from _broken_transfer(log)
@@ -200,27 +197,31 @@ def findings(log: NcclLog) -> Iterator[Finding]:
     yield from _without_gdr(log)
 
 
-def _shared_memory(log: NcclLog) -> Iterator[Finding]:
-    line = next((line for line in log.warnings.values() if _SHARED_MEMORY.search(line)), None)
-    if line:
-        yield Finding(
-            "nccl_shared_memory",
-            "NCCL could not create its segments in /dev/shm",
-            shorter(line),
-            "the container's /dev/shm is full or too small: 64 MB is the usual size in Docker and Kubernetes",
-            "start the container with --shm-size=8g or --ipc=host; on Kubernetes mount an emptyDir with medium: Memory"
-            " at /dev/shm; NCCL_SHM_DISABLE=1 avoids it at the cost of speed",
-        )
-
-
-def _warning(log: NcclLog, pattern: re.Pattern[str]) -> tuple[str, re.Match[str]] | None:
+def _warning(log: NcclLog, pattern: str | re.Pattern[str]) -> tuple[str, re.Match[str]] | None:
     """The first warning that matches, with its host."""
-    return next(((line, found) for line in log.warnings.values() if (found := pattern.search(line))), None)
+    return next(((line, found) for line in log.warnings.values() if (found := re.search(pattern, line))), None)
 
 
-def _peer_access(log: NcclLog) -> Iterator[Finding]:
-    if warned := _warning(log, _PEER_ACCESS):
-        known = next(known for known in KNOWN_ERRORS if known.name == "peer_access")
+_SHARED_MEMORY = KnownError(
+    "nccl_shared_memory",
+    r"(?i)/dev/shm|shared memory segment|failed to (?:extend|create shared memory)",
+    "NCCL could not create its segments in /dev/shm",
+    "the container's /dev/shm is full or too small: 64 MB is the usual size in Docker and Kubernetes",
+    "start the container with --shm-size=8g or --ipc=host; on Kubernetes mount an emptyDir with medium: Memory at"
+    " /dev/shm; NCCL_SHM_DISABLE=1 avoids it at the cost of speed",
+)
+_LOCKED_MEMORY = KnownError(
+    "nccl_locked_memory",
+    r"Call to ibv_(?:reg|create)_\w+ failed.*Cannot allocate memory",
+    "NCCL could not register memory with the network card",
+    "the limit of locked memory is too low: 64 KB or 8 MB are usual in containers and for Slurm's daemon",
+    "start the container with --ulimit memlock=-1, or set LimitMEMLOCK=infinity for slurmd; `ulimit -l` in the job must"
+    " say unlimited",
+)
+
+
+def _known_warning(log: NcclLog, known: KnownError) -> Iterator[Finding]:
+    if warned := _warning(log, known.pattern):
         yield Finding(known.name, known.title, shorter(warned[0]), known.cause, known.fix)
 
 
@@ -279,33 +280,20 @@ def _port_error(log: NcclLog) -> Iterator[Finding]:
         )
 
 
-def _not_registered(log: NcclLog) -> Iterator[Finding]:
-    if warned := _warning(log, _NOT_REGISTERED):
-        yield Finding(
-            "nccl_locked_memory",
-            "NCCL could not register memory with the network card",
-            shorter(warned[0]),
-            "the limit of locked memory is too low: 64 KB or 8 MB are usual in containers and for Slurm's daemon",
-            "start the container with --ulimit memlock=-1, or set LimitMEMLOCK=infinity for slurmd; `ulimit -l` in the"
-            " job must say unlimited",
-        )
-
-
 def _broken_transfer(log: NcclLog) -> Iterator[Finding]:
     """A message over InfiniBand that the network card gave up."""
-    for line in log.warnings.values() if _warning(log, _PORT) is None else ():
-        if broken := _BROKEN.search(line):
-            here = line.partition(":")[0]
-            yield Finding(
-                "nccl_transfer_failed",
-                f"a message over InfiniBand between {here} and {broken['peer']} failed (status {broken['status']})",
-                shorter(line),
-                "the other side did not answer: its process ended, or a port, cable or switch between the two failed;"
-                " status 12 means that all retries were used up, and 5 follows from an earlier failure",
-                f"read the log of {broken['peer']} first, whose process may have failed; if none did, check the ports"
-                " (ibstat, ibqueryerrors), and leave one of the two nodes out",
-            )
-            return
+    if (warned := _warning(log, _BROKEN)) and _warning(log, _PORT) is None:
+        line, broken = warned
+        here = line.partition(":")[0]
+        yield Finding(
+            "nccl_transfer_failed",
+            f"a message over InfiniBand between {here} and {broken['peer']} failed (status {broken['status']})",
+            shorter(line),
+            "the other side did not answer: its process ended, or a port, cable or switch between the two failed;"
+            " status 12 means that all retries were used up, and 5 follows from an earlier failure",
+            f"read the log of {broken['peer']} first, whose process may have failed; if none did, check the ports"
+            " (ibstat, ibqueryerrors), and leave one of the two nodes out",
+        )
 
 
 def _versions(log: NcclLog) -> Iterator[Finding]:
@@ -390,7 +378,7 @@ def _sockets(log: NcclLog) -> Iterator[Finding]:
     yield Finding(
         "nccl_sockets",
         "the nodes communicate over TCP sockets instead of InfiniBand or RoCE",
-        shorter("; ".join(filter(None, (between, log.without_infiniband)))),
+        shorter("; ".join(filter(None, (between, log.without.get("InfiniBand"))))),
         cause,
         fix,
         kind="slow",
@@ -403,25 +391,23 @@ def _without_peer_access(log: NcclLog) -> Iterator[Finding]:
     if not by_memory:
         return
     settings = {"NCCL_P2P_DISABLE": {"0"}, "NCCL_P2P_LEVEL": {"NVL", "PIX", "PXB", "PHB", "SYS"}}
-    name = next((name for name, usual in settings.items() if log.settings.get(name, set()) - usual), "")
     cause = (
-        f"{name}={next(iter(log.settings[name]))} is set"
-        if name
-        else "the GPUs have no NVLink and no peer access over PCIe: usual for GeForce and T4 cards, for GPUs at two"
-        " CPUs, and where IOMMU or ACS is on (virtual machines)"
+        "the GPUs have no NVLink and no peer access over PCIe: usual for GeForce and T4 cards, for GPUs at two CPUs,"
+        " and where IOMMU or ACS is on (virtual machines)"
     )
     fix = (
-        f"remove {name} from the environment of the job"
-        if name
-        else "`nvidia-smi topo -p2p r` shows which pairs could; turn ACS off on bare metal; otherwise choose a layout"
-        " that sends less: larger batches, gradient accumulation, no tensor parallelism over these pairs"
+        "`nvidia-smi topo -p2p r` shows which pairs could; turn ACS off on bare metal; otherwise choose a layout that"
+        " sends less: larger batches, gradient accumulation, no tensor parallelism over these pairs"
     )
+    name = next((name for name, usual in settings.items() if log.settings.get(name, set()) - usual), "")
+    if name:
+        cause, fix = f"{name}={next(iter(log.settings[name]))} is set", f"remove {name} from the environment of the job"
     peers = pairs["within a node", "P2P"]
     evidence = f"{counted(by_memory, 'pair')} of ranks of one node via SHM, {peers} via P2P"
     yield Finding(
         "nccl_no_p2p",
         "GPUs of one node exchange data through the memory of the host",
-        shorter("; ".join(filter(None, (evidence, log.without_p2p)))),
+        shorter("; ".join(filter(None, (evidence, log.without.get("P2P"))))),
         cause,
         fix,
         kind="slow",
@@ -462,7 +448,9 @@ def _without_gdr(log: NcclLog) -> Iterator[Finding]:
     yield Finding(
         "nccl_no_gdr",
         "the network cards read from the memory of the host instead of the GPUs",
-        shorter("; ".join(filter(None, (f"{counted(without, 'pair')} via NET without GDRDMA", log.without_gdr)))),
+        shorter(
+            "; ".join(filter(None, (f"{counted(without, 'pair')} via NET without GDRDMA", log.without.get("GDR"))))
+        ),
         "NCCL_NET_GDR_LEVEL forbids GPUDirect RDMA" if off else "GPUDirect RDMA is not available on these nodes",
         "remove NCCL_NET_GDR_LEVEL from the environment of the job"
         if off

@@ -17,6 +17,7 @@ from labkit.analysis.foreign import (
     flight_recorder,
     log_lines,
     logs,
+    memory_events,
     memory_snapshot,
     profiles,
     ras,
@@ -79,7 +80,7 @@ KINDS = (
         "memory snapshots",
         b"",
         rb"segments|device_traces|segment_type|segment_pool_id|total_size",
-        memory_snapshot.read_snapshot,
+        memory_events.read_snapshot,
         memory_snapshot.explain,
     ),
 )

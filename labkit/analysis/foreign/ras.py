@@ -26,12 +26,11 @@ from labkit.analysis.diagnose.hang import (
     title_of,
 )
 from labkit.analysis.foreign import ForeignError, Page, Table
-from labkit.analysis.foreign.reading import Content, as_dict, as_list, as_number
-from labkit.common.files import open_regular
-from labkit.common.units import counted, size, some_ranks
+from labkit.analysis.foreign.reading import as_dict, as_list, as_number, whole_content
+from labkit.common.units import counted, some_ranks
 from labkit.record.events import Communicator, RasAlike, RasRank, parse
 
-LARGEST = 64 << 20  # bytes of a report
+_LARGEST = 64 << 20  # bytes of a report
 _MOST_COMMUNICATORS, _MOST_RANKS = 16_384, 1 << 20
 _MOST_ROWS = 16
 _LONGEST = 120  # characters of a name
@@ -73,13 +72,7 @@ class Report:
 
 def read_report(path: Path) -> Report:
     """Reads one file. Raises `ForeignError` if it is no report, and `OSError` as `open_regular`."""
-    with open_regular(path) as file:
-        data = Content(file, path).read(LARGEST + 1)
-    if len(data) > LARGEST:
-        raise ForeignError(
-            f"{path} has more than {size(LARGEST)}, which no report of NCCL's RAS has; name another file"
-        )
-    return parsed(data, path)
+    return parsed(whole_content(path, _LARGEST, ", which no report of NCCL's RAS has; name another file"), path)
 
 
 def parsed(data: bytes, path: Path) -> Report:

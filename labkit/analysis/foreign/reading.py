@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from labkit.analysis.foreign import ForeignError
+from labkit.common.files import open_regular
 from labkit.common.units import size
 
 # ---- the content of a file, in chunks
@@ -72,6 +73,16 @@ class Content:
                 " torch.profiler.schedule(active=3)"
             )
         return bytes(data)
+
+
+def whole_content(path: Path, most: int, fix: str) -> bytes:
+    """The decompressed content of a file of at most `most` bytes. Raises `ForeignError` with the `fix` for a larger
+    one, and `OSError` as `open_regular`."""
+    with open_regular(path) as file:
+        data = Content(file, path).read(most + 1)
+    if len(data) > most:
+        raise ForeignError(f"{path} has more than {size(most)}{fix}")
+    return data
 
 
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])rank[._-]?(\d{1,7})(?!\d)", re.IGNORECASE)
