@@ -30,6 +30,12 @@ def some_ranks(numbers: Sequence[int]) -> str:
     return ranks_in_words(numbers[:_NAMED]) + more
 
 
+def listed(words: Sequence[str], most: int) -> str:
+    """`a, b and 3 more`: the first `most` words, and how many more there are."""
+    more = f" and {len(words) - most:,} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
+
+
 def significant(value: float, digits: int = 3) -> str:
     """A number with at least `digits` significant digits, without zeros at its end: `40`, `52.3`, `1,234`, `0.00713`.
     A dash if it is not finite."""

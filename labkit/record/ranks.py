@@ -139,6 +139,11 @@ class RankState:
         return self.attempts.get(self.attempt, 0)
 
     @property
+    def steps_done(self) -> int:
+        """The number of the last step that was finished in the newest attempt."""
+        return int(self.steps.step[-1]) if len(self.steps) > self.first_step else 0
+
+    @property
     def bytes_per_step(self) -> float | None:
         """Bytes that the rank sent in the newest measured step; 0 without a process group, None if unknown."""
         return None if self.traffic is None else float(sum(op.sent for op in self.traffic.ops.values()))
@@ -200,9 +205,7 @@ def inferred_note(ranks: Mapping[int, RankState]) -> str:
 
 def finished_steps(ranks: Mapping[int, RankState]) -> dict[int, int]:
     """By rank, the steps that it has finished in its newest attempt."""
-    return {
-        number: int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0 for number, rank in ranks.items()
-    }
+    return {number: rank.steps_done for number, rank in ranks.items()}
 
 
 def uneven_note(ranks: Mapping[int, RankState]) -> str:

@@ -164,9 +164,7 @@ def cut_short(state: RunState) -> Iterator[Finding]:
     """Ranks of a finished run whose events end before those of the other ranks."""
     if state.status.state != "finished":
         return
-    last = {
-        rank.rank: int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0 for rank in state.ranks.values()
-    }
+    last = {number: rank.steps_done for number, rank in state.ranks.items()}
     most = max(last.values(), default=0)
     short = tuple(number for number, step in sorted(last.items()) if step < most and state.ranks[number].ended is None)
     if short:

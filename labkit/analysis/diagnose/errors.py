@@ -26,7 +26,6 @@ from labkit.analysis.diagnose.hang import (
     operations,
     pending_operations,
     place_of,
-    steps_done,
     waiting,
 )
 from labkit.analysis.diagnose.known_errors import COLLECTIVE_TIMEOUT, KNOWN_ERRORS, KnownError
@@ -39,9 +38,6 @@ from labkit.training.faults import FAULTS
 
 if TYPE_CHECKING:
     from labkit.record.documents import Failure
-    from labkit.record.ranks import RankState
-    from labkit.record.state import RunState
-if TYPE_CHECKING:
     from labkit.record.ranks import RankState
     from labkit.record.state import RunState
 
@@ -409,8 +405,7 @@ def left_early(state: RunState) -> Iterator[Finding]:
     yield Finding(
         name="left_early",
         title=(
-            f"{ranks_in_words(ended)} exited{code} after {steps_done(state.ranks[ended[0]])} steps while "
-            f"{waited}{doing}"
+            f"{ranks_in_words(ended)} exited{code} after {state.ranks[ended[0]].steps_done} steps while {waited}{doing}"
         ),
         evidence="; ".join(_ended(state.ranks[number]) for number in ended)
         + (f"; rank {first.rank}: {shorter(failure.type + ': ' + failure.message)}" if failure is not None else ""),
@@ -426,7 +421,7 @@ def left_early(state: RunState) -> Iterator[Finding]:
 def _ended(rank: RankState) -> str:
     at = place(rank.left_at)
     return (
-        f"rank {rank.rank}: {f'exited at {at}' if at else 'reached the end of its script'}, {steps_done(rank)} steps"
+        f"rank {rank.rank}: {f'exited at {at}' if at else 'reached the end of its script'}, {rank.steps_done} steps"
         " done"
     )
 

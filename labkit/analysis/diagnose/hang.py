@@ -124,8 +124,7 @@ def gone(state: RunState) -> tuple[int, ...]:
 
 
 def _went_on(rank: RankState, event: Waiting) -> bool:
-    since = event.step
-    return isinstance(since, int) and len(rank.steps) > rank.first_step and rank.steps.step[-1] > since
+    return event.step is not None and rank.steps_done > event.step
 
 
 def _is_in_collective(event: Waiting) -> bool:
@@ -218,12 +217,12 @@ def named(op: Call) -> str:
     return in_words({**op, "sizes": []})
 
 
-def group_in_words(op: Call) -> str:
+def group_in_words(description: str, number: str | None, ranks: Iterable[int]) -> str:
     """`the default group`, `group "tp" of ranks 0, 1`; a group without a description has its number."""
-    if op["group"] == "default_pg":
+    if description == "default_pg":
         return "the default group"
-    name = f"#{op['id']}" if op["group"] in _UNNAMED and op["id"] is not None else f'"{op["group"]}"'
-    return f"group {name} of ranks {', '.join(map(str, op['ranks']))}"
+    name = f"#{number}" if description in _UNNAMED and number is not None else f'"{description}"'
+    return f"group {name} of ranks {', '.join(map(str, ranks))}"
 
 
 def where(event: Waiting, op: Call | None) -> str:
@@ -252,13 +251,8 @@ def last_seen(state: RunState, number: int) -> str:
     if rank.exit_code is not None:
         return f"exited with code {rank.exit_code}"
     if number in gone(state):
-        return f"its process exited after {steps_done(rank)} steps"
-    return f"still {'evaluating' if rank.activity == 'evaluating' else 'running'}, {steps_done(rank)} steps done"
-
-
-def steps_done(rank: RankState) -> int:
-    """The number of steps done in the newest attempt."""
-    return int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0
+        return f"its process exited after {rank.steps_done} steps"
+    return f"still {'evaluating' if rank.activity == 'evaluating' else 'running'}, {rank.steps_done} steps done"
 
 
 def pending_operations(events: Mapping[int, Waiting]) -> dict[int, Call]:
@@ -410,17 +404,9 @@ def _parts(sequences: Mapping[int, Calls]) -> Apart | None:
         if len(common) == len(kinds):
             continue
         odd = tuple(rank for rank in kinds if rank not in common)
-        sequence = next(iter(sequences.values()))
-        call: Call = {
-            "op": "",
-            "over": True,
-            "group": sequence.group,
-            "id": sequence.id,
-            "ranks": tuple(sequence.ranks),
-            "seq": 0,
-            "sizes": [],
-        }
-        return Apart(number, group_in_words(call), kinds, odd, _how(sequences, kinds, number))
+        first = next(iter(sequences.values()))
+        words = group_in_words(first.group, first.id, first.ranks)
+        return Apart(number, words, kinds, odd, _how(sequences, kinds, number))
     return None
 
 
@@ -563,7 +549,7 @@ def _silent_in_words(state: RunState, number: int, event: Silent) -> str:
     )
     doing = "stopped, last seen" if event.process in STOPPED else "in a C call that holds the GIL,"
     at = place(event.stack) or "an unknown line"
-    done = steps_done(state.ranks[number])
+    done = state.ranks[number].steps_done
     return f"rank {number}: {doing} at {at}, {done} steps done (process {pid or 'unknown'}: {event.process}{share})"
 
 
@@ -594,7 +580,7 @@ def _crossed(state: RunState) -> Finding | None:
         inside = [
             f"rank {number} waits to {_message_in_words(messages[number])}"
             if number in messages
-            else f"rank {number} is in {named(pending[number])} of {group_in_words(pending[number])}"
+            else f"rank {number} is in {named(pending[number])} of {group_in_words(*group_of(pending[number]))}"
             for number in circle
         ]
         title = ", ".join(inside) + ("; each waits for the other" if len(circle) == 2 else "; each waits for the next")

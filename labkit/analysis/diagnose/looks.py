@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.finding import Finding
-from labkit.common.units import counted, ranks_in_words
+from labkit.common.units import counted, listed, ranks_in_words
 from labkit.record.events import Batch, DividedData, Epoch, Evaluation, GatheredOnce, Input, Loaded, Loader
 from labkit.record.ranks import PEER_GONE
 from labkit.record.state import per_revision
@@ -247,7 +247,7 @@ def surplus_calls(state: RunState) -> Surplus | None:
     ranks = [rank for _, rank in sorted(state.ranks.items()) if rank.looks]
     if any(rank.traffic and "send" in rank.traffic.ops for rank in ranks):
         return None
-    done = [_steps(rank) for rank in ranks]
+    done = [rank.steps_done for rank in ranks]
     if not ranks or max(done) - min(done) > (state.status.state != "finished"):
         return None  # a step has another number on each rank, such as after steps that only one of them makes
     for group in dict.fromkeys(group for rank in ranks for look in rank.looks for group in look.calls):
@@ -291,13 +291,9 @@ def _surplus(state: RunState, ranks: Sequence[RankState], group: str) -> Surplus
 def hangs(state: RunState) -> bool:
     """Whether a rank has waited for long and not gone on since."""
     return state.status.state != "finished" and any(
-        rank.waiting is not None and rank.exit_code != 0 and _steps(rank) <= (rank.waiting.step or 0)
+        rank.waiting is not None and rank.exit_code != 0 and rank.steps_done <= (rank.waiting.step or 0)
         for rank in state.ranks.values()
     )
-
-
-def _steps(rank: RankState) -> int:
-    return int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0
 
 
 def _between(last: int | None, first: int) -> str:
@@ -1333,9 +1329,7 @@ def _called(rank: RankState, numbers: Sequence[int]) -> list[str]:
 
 
 def _parameters(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    more = len(names) - _SHOWN
-    return shown + (f" and {more} more" if more > 0 else "")
+    return listed(names, _SHOWN)
 
 
 def _elements(rank: RankState) -> int:

@@ -15,7 +15,7 @@ import numpy
 from labkit.analysis.diagnose.finding import DDP, Finding, one_of
 from labkit.analysis.diagnose.looks import separate_ranks, synchronised
 from labkit.analysis.metrics import median
-from labkit.common.units import counted, ranks_in_words
+from labkit.common.units import counted, listed, ranks_in_words
 from labkit.record.events import Batch, Epoch, Gradients, Input, Loader, NotFinite, Save, StartedProcess, Thread
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ def trains_beside(state: RunState) -> Iterator[Finding]:
                     f"{counted(len(names), 'training thread')} of rank {rank.rank} "
                     f"{'is' if len(names) == 1 else 'are'} not recorded"
                 ),
-                evidence=f"backward was also called in {_listed(names)}",
+                evidence=f"backward was also called in {listed(names, _LISTED)}",
                 cause=(
                     "the probe follows one thread per rank: the first that calls backward, then the next one when "
                     "that thread has ended"
@@ -351,7 +351,7 @@ def _processes(rank: RankState, started: list[StartedProcess]) -> Finding:
         title=(
             f"rank {rank.rank} recorded no training step: its script started {counted(len(started), 'process', 'es')}"
         ),
-        evidence=f"processes started: {_listed(targets)}; optimizer steps in the rank itself: 0",
+        evidence=f"processes started: {listed(targets, _LISTED)}; optimizer steps in the rank itself: 0",
         cause="the probe records the processes that torchrun starts, not those that a script starts itself",
         fix=(
             "let torchrun start the workers: run the script with --nproc N, and replace "
@@ -392,8 +392,3 @@ def _gradients(ranks: list[RankState], skipped: bool) -> Finding:
         ),
         ranks=tuple(numbers),
     )
-
-
-def _listed(words: list[str]) -> str:
-    more = len(words) - _LISTED
-    return ", ".join(words[:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -24,7 +24,7 @@ from labkit.analysis.diagnose.finding import Finding
 from labkit.analysis.foreign import ForeignError, Page, Table, present
 from labkit.analysis.foreign.breakdown import operation
 from labkit.analysis.foreign.reading import as_dict, as_list, as_number, plain_value, whole_content
-from labkit.common.units import counted, ranks_in_words
+from labkit.common.units import counted, listed, ranks_in_words, some_ranks
 from labkit.record.events import RANKS, Call, OfRank, Timeline
 
 # ---- the reader
@@ -416,17 +416,14 @@ def _elements(shapes: Shapes) -> int:
 
 
 def _in_words(shapes: Shapes) -> str:
-    shown = ", ".join(str([*shape]) for shape in shapes[:3])
-    return shown + (f" and {len(shapes) - 3:,} more" if len(shapes) > 3 else "")
+    return listed([str([*shape]) for shape in shapes], 3)
 
 
 # ---- findings
 
 
 def _ranks_in_words(ranks: Sequence[int], of: Sequence[int] = ()) -> str:
-    if len(ranks) > 8 and len(ranks) != len(of):
-        return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8:,} more"
-    return ranks_in_words(ranks, len(of))
+    return ranks_in_words(ranks, len(of)) if len(ranks) == len(of) else some_ranks(ranks)
 
 
 def _group_in_words(found: Problem | Group) -> str:

@@ -24,7 +24,7 @@ from labkit.analysis.foreign.memory_events import (
     OutOfMemory,
     Snapshot,
 )
-from labkit.common.units import counted, ranks_in_words, significant, size
+from labkit.common.units import counted, listed, ranks_in_words, significant, size
 from labkit.record.events import Memory, MemoryStep, OfRank, Start
 from labkit.record.writer import OWNERS
 
@@ -480,8 +480,7 @@ def _of_line(moment: Moment, line: str) -> int:
 
 
 def _names(units: Sequence[Unit]) -> str:
-    names = [unit.name for unit in units]
-    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:8])} and {len(names) - 8:,} more"
+    return listed([unit.name for unit in units], 8)
 
 
 _MOST_FIGURES = 200

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from labkit.analysis.diagnose.finding import Finding, shorter
 from labkit.analysis.diagnose.known_errors import KNOWN_ERRORS, KnownError
 from labkit.analysis.foreign import Table
-from labkit.common.units import counted, ranks_in_words
+from labkit.common.units import counted, listed, ranks_in_words
 
 _MOST = 4096  # communicators, hosts, settings or distinct warnings that are remembered
 _SHOWN = 16
+_NAMED = 4  # hosts in a sentence
 
 # <host>:<process>:<thread> [<CUDA device>] NCCL INFO <text>; a warning has its time and its source file instead
 _LINE = re.compile(
@@ -303,7 +304,9 @@ def _versions(log: NcclLog) -> Iterator[Finding]:
         for version in versions:
             by_version[version.partition("+")[0]].append(host)
     if len(by_version) > 1:
-        which = "; ".join(f"{version}: {_names(hosts)}" for version, hosts in sorted(by_version.items()))
+        which = "; ".join(
+            f"{version}: {listed(sorted(hosts), _NAMED)}" for version, hosts in sorted(by_version.items())
+        )
         yield Finding(
             "nccl_versions",
             "the nodes use different versions of NCCL",
@@ -326,7 +329,7 @@ def _loopback(log: NcclLog) -> Iterator[Finding]:
         yield Finding(
             "nccl_interface",
             f"NCCL uses the interface {name}, which other nodes cannot reach",
-            f"{_names(wrong)}: Bootstrap : Using {name}",
+            f"{listed(sorted(wrong), _NAMED)}: Bootstrap : Using {name}",
             "NCCL took the first interface it found, or NCCL_SOCKET_IFNAME names this one",
             "set NCCL_SOCKET_IFNAME on all nodes to the interface between them (`ip -br address` lists them)",
         )
@@ -499,8 +502,3 @@ def figures(log: NcclLog) -> dict[str, Any]:
         "versions": {host: sorted(values) for host, values in log.versions.items()},
         "warnings": [*log.warnings.values()][:256],
     }
-
-
-def _names(hosts: Iterable[str]) -> str:
-    names = sorted(hosts)
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
