@@ -13,6 +13,7 @@ from labkit.analysis.metrics import (
     predicted_efficiency,
     step_seconds,
 )
+from labkit.analysis.profiled import seconds_by_phase
 from labkit.analysis.theory.formulas import states
 from labkit.common.units import milliseconds, size
 from labkit.record.documents import Plan, PredictedClass, PredictedRank, PredictedTimeline, PredictionOutcome
@@ -109,9 +110,7 @@ def _step(
     error = timeline.seconds / measured - 1
     if abs(error) <= CLOSE_STEP:
         return timeline.seconds, measured, error, ""
-    spent: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-    for phase, start, end in timeline.phases:
-        spent[phase] = spent.get(phase, 0.0) + end - start
+    spent = dict.fromkeys(PHASES, 0.0) | seconds_by_phase(timeline.phases)
     taken = {phase: seconds or 0.0 for phase, seconds in phase_seconds(state, rank).items()}
     return timeline.seconds, measured, error, _differences("per step", taken, spent, milliseconds)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from labkit.analysis.metrics import USUAL, median, quartiles
 from labkit.common.files import MARK, write_output
-from labkit.record.events import Timeline
+from labkit.record.events import Span, Timeline
 from labkit.record.state import RunState, per_revision
 from labkit.record.writer import PHASES
 
@@ -33,15 +33,21 @@ def usual(rank: RankState) -> list[Timeline]:
     return [timeline for step, timeline in steps.items() if step >= USUAL] or [*steps.values()]
 
 
+def seconds_by_phase(phases: Iterable[Span]) -> dict[str, float]:
+    """The seconds of each phase of a profiled step, which may have several spans."""
+    spent: dict[str, float] = {}
+    for name, start, end in phases:
+        spent[name] = spent.get(name, 0.0) + end - start
+    return spent
+
+
 def exposed(rank: RankState) -> dict[str, float]:
     """By phase, the share with exposed communication (a collective and no compute): the median over typical profiled
     steps.
     """
     shares: dict[str, list[float]] = {}
     for step in usual(rank):
-        spent: dict[str, float] = {}
-        for name, start, end in step.phases:
-            spent[name] = spent.get(name, 0.0) + end - start
+        spent = seconds_by_phase(step.phases)
         for phase in PHASES:
             shares.setdefault(phase, []).append(
                 min(1.0, step.exposed.get(phase, 0.0) / spent[phase]) if spent.get(phase) else 0.0

@@ -16,6 +16,7 @@ from labkit.analysis.metrics import (
     step_seconds,
     summed,
 )
+from labkit.analysis.profiled import seconds_by_phase
 from labkit.common.units import counted, ranks_in_words, size
 from labkit.record.events import Item, Loader
 
@@ -257,9 +258,7 @@ def _exposed(state: RunState, rank: RankState) -> float | None:
 def _confirmed(state: RunState, rank: RankState, timeline: Timeline) -> float:
     """The exposed share of an unprofiled step, if each of its phases computed as long as in the profiled step."""
     whole, phases, exposed = _step(state, rank.rank), _phases(state, rank.rank), 0.0
-    spent: dict[str, float] = {}
-    for name, start, end in timeline.phases:
-        spent[name] = spent.get(name, 0.0) + end - start
+    spent = seconds_by_phase(timeline.phases)
     for phase, seconds in timeline.exposed.items():
         computed = max(0.0, spent.get(phase, 0.0) - seconds)
         exposed += min(seconds, max(0.0, phases.get(phase, 0.0) - computed))

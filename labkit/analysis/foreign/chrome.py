@@ -420,32 +420,29 @@ def _fill(profile: Profile, collected: _Collector) -> None:
     """The numbers of events, in seconds since the first one. The launch of what ran on the GPU has its correlation."""
     first = min(events[0] for events in (collected.gpu, collected.cpu) if events)
     profile.base += round(first * 1000)
+
+    def seconds(time: float) -> float:
+        return (time - first) * _MICROSECOND
+
     launches = np.array(collected.launches).reshape(-1, 2)
     _, at = np.unique(launches[:, 0], return_index=True)
     launches = launches[at]
     gpu, cpu = _spans(collected.gpu), _spans(collected.cpu)
     gpu.origin, cpu.origin = _launched(gpu.origin, launches), cpu.start
     for spans in (gpu, cpu):
-        spans.start, spans.end, spans.origin = (
-            (times - first) * _MICROSECOND for times in (spans.start, spans.end, spans.origin)
-        )
-    profile.waits = sorted(
-        ((begin - first) * _MICROSECOND, (end - first) * _MICROSECOND) for begin, end in collected.waits
-    )
+        spans.start = (spans.start - first) * _MICROSECOND
+        spans.end = (spans.end - first) * _MICROSECOND
+        spans.origin = (spans.origin - first) * _MICROSECOND
     profile.gpu, profile.cpu = gpu, cpu
-    profile.steps = sorted(
-        (number, (start - first) * _MICROSECOND, (end - first) * _MICROSECOND)
-        for number, start, end in collected.annotated
-    )
-    profile.phases = sorted(
-        (name, (start - first) * _MICROSECOND, (end - first) * _MICROSECOND) for name, start, end in collected.phases
-    )
+    profile.waits = sorted((seconds(begin), seconds(end)) for begin, end in collected.waits)
+    profile.steps = sorted((number, seconds(start), seconds(end)) for number, start, end in collected.annotated)
+    profile.phases = sorted((name, seconds(start), seconds(end)) for name, start, end in collected.phases)
     launched = [call.launched for call in collected.calls]
     if len(gpu):
         launched = _launched(np.array(launched), launches).tolist()
     for call, moment in zip(collected.calls, launched):
-        seconds = [(value - first) * _MICROSECOND for value in (call.start, call.end, moment)]
-        profile.calls.append(call._replace(start=seconds[0], end=seconds[1], launched=seconds[2]))
+        times = {"start": seconds(call.start), "end": seconds(call.end), "launched": seconds(moment)}
+        profile.calls.append(call._replace(**times))
     profile.calls.sort(key=lambda call: call.start)
 
 

@@ -42,7 +42,7 @@ from labkit.analysis.foreign.breakdown import (
 )
 from labkit.analysis.foreign.chrome import Call, Numbers, Profile, Spans
 from labkit.analysis.metrics import median
-from labkit.analysis.profiled import MUTUAL
+from labkit.analysis.profiled import MUTUAL, seconds_by_phase
 from labkit.analysis.theory.collectives import bus_factor
 from labkit.common.units import counted, milliseconds, ranks_in_words, significant, size
 from labkit.record import events
@@ -570,8 +570,7 @@ def _of_rank(number: int, rank: Analysed) -> Iterator[events.OfRank]:
         phases = _phases(rank, spans, total.span, *span)
         seconds = {"step": total.span}
         if len(phases) > 1:
-            for name, first, last in phases:
-                seconds[name] = seconds.get(name, 0.0) + last - first
+            seconds |= seconds_by_phase(phases)
         yield events.Step(
             t=base + begin + total.span,
             rank=number,
