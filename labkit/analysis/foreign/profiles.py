@@ -187,6 +187,10 @@ def _of_a_step(rank: Analysed) -> str:
     return "of a step" if rank.steps else "of the profiled time"
 
 
+def _per_step(seconds: float, rank: Analysed) -> str:
+    return f"{milliseconds(seconds / rank.count)} of {milliseconds(rank.total.span / rank.count)} per step"
+
+
 def _ranks(rank: Analysed) -> tuple[int, ...]:
     return (rank.rank,) if rank.rank >= 0 else ()
 
@@ -209,8 +213,8 @@ def _exposed(share: float, rank: Analysed) -> Finding:
         name="exposed_communication",
         kind="slow",
         title=f"communication that nothing overlaps takes {share:.0%} {_of_a_step(rank)}{_where(rank)}",
-        evidence=f"{milliseconds(total.exposed / rank.count)} of {milliseconds(total.span / rank.count)} per step;"
-        f" {overlapped:.0%} of communication overlaps with computation; {longest} takes longest",
+        evidence=f"{_per_step(total.exposed, rank)}; {overlapped:.0%} of communication overlaps with computation;"
+        f" {longest} takes longest",
         cause="no computation is left to run while these collectives run, or they wait for a rank that arrives late",
         fix=_OVERLAP.get(longest, "start the collective earlier (async_op=True), and wait where its result is needed"),
         ranks=_ranks(rank),
@@ -223,8 +227,8 @@ def _launch_bound(share: float, rank: Analysed) -> Finding:
         name="launch_bound",
         kind="slow",
         title=f"the GPU waits {share:.0%} {_of_a_step(rank)} for the CPU to launch kernels{_where(rank)}",
-        evidence=f"{milliseconds(rank.total.launch_bound / rank.count)} of {milliseconds(rank.total.span / rank.count)}"
-        f" per step; {len(rank.spans) / rank.count:,.0f} kernels per step, {milliseconds(typical)} each in the median",
+        evidence=f"{_per_step(rank.total.launch_bound, rank)}; {len(rank.spans) / rank.count:,.0f} kernels per step,"
+        f" {milliseconds(typical)} each in the median",
         cause="the kernels are shorter than the time that Python and torch take to launch the next one",
         fix='compile the model with torch.compile(model, mode="reduce-overhead"), use a larger batch per rank, or a'
         " fused optimizer (fused=True)",
@@ -238,8 +242,7 @@ def _starved(share: float, rank: Analysed) -> Finding:
         name="no_operator",
         kind="slow",
         title=f"{what} for {share:.0%} {_of_a_step(rank)}{_where(rank)}",
-        evidence=f"{milliseconds(rank.total.starved / rank.count)} of {milliseconds(rank.total.span / rank.count)} per"
-        " step",
+        evidence=_per_step(rank.total.starved, rank),
         cause="the process waits for data, or runs Python code outside of torch",
         fix="load data in other processes (DataLoader(num_workers=2, pin_memory=True)); profile again with"
         " with_stack=True to see which line runs",
@@ -253,8 +256,7 @@ def _copies(share: float, rank: Analysed) -> Finding:
         name="memory_copies",
         kind="slow",
         title=f"copies of memory take {share:.0%} {_of_a_step(rank)}{_where(rank)}",
-        evidence=f"{milliseconds(rank.total.copies / rank.count)} of {milliseconds(rank.total.span / rank.count)} per"
-        f" step; {shorter(short_name(copies[0].name), 60)} takes longest",
+        evidence=f"{_per_step(rank.total.copies, rank)}; {shorter(short_name(copies[0].name), 60)} takes longest",
         cause="data moves between CPU and GPU, or within the GPU, during the step",
         fix="pin the memory of batches (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True);"
         " remove .item() and .cpu() from the loop",
