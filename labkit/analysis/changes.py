@@ -17,7 +17,7 @@ import msgspec
 
 from labkit.analysis.diagnose.finding import shorter
 from labkit.analysis.foreign import Table
-from labkit.analysis.foreign.breakdown import short_name
+from labkit.analysis.foreign.trace import short_name
 from labkit.analysis.metrics import median, step_times
 from labkit.analysis.profiled import parts, usual
 from labkit.common.units import counted, milliseconds

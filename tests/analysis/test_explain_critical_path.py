@@ -6,8 +6,8 @@ import pytest
 from chrome_traces import all_reduce, event, kernel, step, trace, write
 from places import ROOT
 
-from labkit.analysis.foreign.chrome import read_profile
 from labkit.analysis.foreign.profiles import explain
+from labkit.analysis.foreign.trace import read_profile
 
 TRACES = ROOT.parent / "shared" / "traces"  # profiles of real accelerators, which are not part of the repository
 CPU = "the CPU: Python, operators, launches"

@@ -14,10 +14,9 @@ import pytest
 from chrome_traces import ALL_REDUCE, all_reduce, event, hostile, kernel, step, trace, write
 from places import ROOT
 
-from labkit.analysis.foreign import ForeignError, Page, chrome, opening, reading
-from labkit.analysis.foreign.breakdown import analyse, operation
-from labkit.analysis.foreign.chrome import read_profile
+from labkit.analysis.foreign import ForeignError, Page, opening, reading
 from labkit.analysis.foreign.profiles import arrivals, collectives, explain
+from labkit.analysis.foreign.trace import Stream, analyse, operation, read_profile
 
 TRACES = ROOT.parent / "shared" / "traces"  # profiles of real accelerators, which are not part of the repository
 # Computed by HolisticTraceAnalysis 0.5.0 with HTA_DISABLE_NS_ROUNDING=1: get_temporal_breakdown, get_comm_comp_overlap
@@ -235,7 +234,7 @@ def test_events_are_the_same_in_chunks_of_any_size(tmp_path, monkeypatch):
         for chunk in (1, 7, 100, 1 << 20):
             monkeypatch.setattr(reading, "_CHUNK", chunk)
             with path.open("rb") as file:
-                stream = chrome.Stream(reading.Content(file, path), path)
+                stream = Stream(reading.Content(file, path), path)
                 read = [(event.name, event.ts, json.loads(bytes(event.args))) for some in stream for event in some]
             assert read == [(event["name"], event["ts"], event["args"]) for event in events]
             assert stream.metadata["traceName"] == "}], {"
@@ -251,7 +250,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch):
         path = write(tmp_path / "a.json", '{"traceEvents": ' + text + "}")
         with path.open("rb") as file:
             tracemalloc.start()
-            for _ in chrome.Stream(reading.Content(file, path), path):
+            for _ in Stream(reading.Content(file, path), path):
                 pass
             found = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()

@@ -1,9 +1,9 @@
 """Files of jobs that ran anywhere, without the lab: what they are, what they say, and what follows from it.
 
 `opening.py` recognises a file by its content and joins the files of the ranks. `reading.py` reads content in chunks,
-and pickles without executing them. `chrome.py` reads a trace of torch's profiler as a stream, `breakdown.py` says where
-the time of one rank went, and what a step would take without a part of it, `profiles.py` what the ranks of a job have
-in common, and writes the steps as events of a run. `flight_recorder.py` reads the dumps that torch writes after a
+and pickles without executing them. `trace.py` reads a trace of torch's profiler as a stream, and says where the time of
+the rank went, and what a step would take without a part of it; `profiles.py` says what the ranks of a job have in
+common, and writes the steps as events of a run. `flight_recorder.py` reads the dumps that torch writes after a
 timeout, and says which rank is missing in which collective; `debug_server.py` reads the stacks of torch's debug server,
 and `ras.py` reports of NCCL's RAS service. `memory_events.py` reads snapshots of CUDA memory and follows their events
 to the peak, and `memory_snapshot.py` says what holds the memory, what grows and how fragmented it is. `log_lines.py`

@@ -22,8 +22,8 @@ from msgspec.structs import replace
 
 from labkit.analysis.diagnose.finding import Finding
 from labkit.analysis.foreign import ForeignError, Page, Table, present
-from labkit.analysis.foreign.breakdown import operation
 from labkit.analysis.foreign.reading import as_dict, as_list, as_number, plain_value, whole_content
+from labkit.analysis.foreign.trace import operation
 from labkit.common.units import counted, listed, ranks_in_words, some_ranks
 from labkit.record.events import RANKS, Call, OfRank, Timeline
 

@@ -22,8 +22,8 @@ from labkit.analysis.foreign import (
     profiles,
     ras,
 )
-from labkit.analysis.foreign.chrome import read_profile
 from labkit.analysis.foreign.reading import Content
+from labkit.analysis.foreign.trace import read_profile
 from labkit.common.files import is_folder, open_regular
 from labkit.record.stacks import uncollected
 

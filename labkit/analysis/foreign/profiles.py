@@ -1,11 +1,10 @@
-"""What the profiles of all ranks of a job say: where the time went (`breakdown.py`), the kernels and collectives that
+"""What the profiles of all ranks of a job say: where the time went (`trace.py`), the kernels and collectives that
 take longest, the rank that arrives last, and the stretches in which the GPU waits for the CPU; and their steps as
 events of a run, so that everything that shows runs shows them.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from labkit.analysis.diagnose.finding import Finding, shorter
 from labkit.analysis.foreign import Page, Table, numbered
-from labkit.analysis.foreign.breakdown import (
+from labkit.analysis.foreign.trace import (
     COMMUNICATION,
     COMPUTATION,
     COPY,
@@ -27,7 +26,11 @@ from labkit.analysis.foreign.breakdown import (
     DELAY,
     Analysed,
     Breakdown,
+    Call,
     Kernel,
+    Numbers,
+    Profile,
+    Spans,
     analyse,
     common,
     critical_path,
@@ -40,7 +43,6 @@ from labkit.analysis.foreign.breakdown import (
     operation,
     short_name,
 )
-from labkit.analysis.foreign.chrome import Call, Numbers, Profile, Spans
 from labkit.analysis.metrics import median
 from labkit.analysis.profiled import MUTUAL, seconds_by_phase
 from labkit.analysis.theory.collectives import bus_factor
@@ -333,13 +335,8 @@ _PARTS = {
 
 
 def _path(rank: Analysed) -> RankPath | None:
-    """The critical path through the complete steps of a rank; None if its file does not have what is needed."""
-    begin = min((start for _, start, _ in rank.steps), default=math.inf)
-    chosen = rank.spans.origin >= begin
-    if not len(rank.profile.gpu) or rank.profile.sampled or not rank.by_step:
-        return None
-    spans = rank.spans.where(chosen)
-    found = critical_path(spans, rank.kinds[chosen], COMMUNICATION, rank.profile.waits, rank.steps)
+    """The critical path of a rank in words; None if its file does not have what is needed."""
+    found = critical_path(rank)
     if found is None:
         return None
     largest = sorted(found.by_part.items(), key=lambda part: -part[1])
