@@ -46,23 +46,21 @@ def separate_ranks(state: RunState) -> Iterator[Finding]:
     alone = _alone(state)
     if not alone:
         return
-    unset = sorted({name for rank in alone for look in rank.looks for name in look.unset})
+    unset = ", ".join(sorted({name for rank in alone for look in rank.looks for name in look.unset}))
     groups = "groups of one rank" if any(look.group for rank in alone for look in rank.looks) else "no process group"
+    if unset:
+        seen = f"the script reads {unset}, which torchrun does not set"
+        cause = f"the script takes its rank and their number from {unset}, so every rank is number 0 of 1 and "
+    else:
+        seen, cause = "nothing is sent", "every rank acts as number 0 of 1, and "
     yield Finding(
         name="separate_ranks",
         title=f"{ranks_in_words(_numbers(alone))} train separately: the script made {groups}",
         evidence=f"{state.world_size} ranks were started with WORLD_SIZE={state.world_size}; {groups} in any step; "
-        + ("the script reads " + ", ".join(unset) + ", which torchrun does not set" if unset else "nothing is sent"),
-        cause=(
-            f"the script takes its rank and their number from {', '.join(unset)}, so every rank is number 0 of 1 and "
-            "trains all of the data for itself"
-            if unset
-            else "every rank acts as number 0 of 1, and trains all of the data for itself"
-        ),
-        fix=(
-            "read RANK, LOCAL_RANK and WORLD_SIZE, which torchrun sets, and call "
-            "torch.distributed.init_process_group() before the model is wrapped"
-        ),
+        f"{seen}",
+        cause=f"{cause}trains all of the data for itself",
+        fix="read RANK, LOCAL_RANK and WORLD_SIZE, which torchrun sets, and call "
+        "torch.distributed.init_process_group() before the model is wrapped",
         ranks=_numbers(alone),
     )
 
@@ -83,38 +81,30 @@ def nothing_sent(state: RunState) -> Iterator[Finding]:
     if model is None and (not _alike(ranks) or _apart(ranks, 0, _names(ranks[0], "parameter"))):
         return  # nothing says that the ranks train the same model
     step = _in_steps(ranks[0])[-1].step
-    parted = _alike(ranks) and bool(_apart(ranks, step, _names(ranks[0], "parameter")))
-    around = model is not None and not model.called
-    yield Finding(
-        name="nothing_sent",
-        title=(
-            f"{f'a model in {model.name}' if model else 'a process group'}, but nothing is sent in any step"
-            + (": the replicas differ" if parted else "")
-        ),
-        evidence=(
-            f"no collective and no message in steps 2 to {step} on {ranks_in_words(_numbers(ranks))}"
-            + (
-                f"; {_parameters(parted_names(ranks, step))} differ between the ranks after step {step}"
-                if parted
-                else ""
-            )
-        ),
-        cause=(
+    title = f"{f'a model in {model.name}' if model else 'a process group'}, but nothing is sent in any step"
+    evidence = f"no collective and no message in steps 2 to {step} on {ranks_in_words(_numbers(ranks))}"
+    if _alike(ranks) and (parted := parted_names(ranks, step)):
+        title += ": the replicas differ"
+        evidence += f"; {_parameters(parted)} differ between the ranks after step {step}"
+    if model is not None and not model.called:
+        cause = (
             f"the forward goes around {model.name}: the script calls the model inside, and the gradients of such a "
             "forward are not all-reduced"
-            if around and model
-            else "the gradients were computed without a synchronisation, such as in no_sync() or by "
-            "torch.autograd.grad, which DDP does not follow, or no line sends them"
-        ),
-        fix=(
+        )
+        fix = (
             f"call the {model.name} itself, such as model(x), instead of model.module or its methods, and compute the "
             "loss from its output"
-            if around and model
-            else "leave no_sync() for the last micro-batch of each step, compute gradients by loss.backward(), or wrap"
-            " the model in DistributedDataParallel"
-        ),
-        ranks=_numbers(ranks),
-    )
+        )
+    else:
+        cause = (
+            "the gradients were computed without a synchronisation, such as in no_sync() or by torch.autograd.grad, "
+            "which DDP does not follow, or no line sends them"
+        )
+        fix = (
+            "leave no_sync() for the last micro-batch of each step, compute gradients by loss.backward(), or wrap the "
+            "model in DistributedDataParallel"
+        )
+    yield Finding("nothing_sent", title, evidence, cause, fix, ranks=_numbers(ranks))
 
 
 def replicas_differ(state: RunState) -> Iterator[Finding]:
@@ -161,26 +151,23 @@ def _beside_shards(state: RunState) -> Iterator[Finding]:
     parameters, buffers = (_names(ranks[0], role) & whole for role in ("parameter", "buffer"))
     if not _averaged(ranks, parameters) and (found := _parting(ranks, parameters)):
         everything = parameters == _names(ranks[0], "parameter")
-        yield _drifted(ranks, *found, *(_mesh_of_one() if everything else _left_out()))
+        yield _drifted(ranks, *found, *(_MESH_OF_ONE if everything else _LEFT_OUT))
     elif not _averaged(ranks, buffers) and (found := _parting(ranks, buffers)):
         yield _drifted(ranks, *found, *_own_buffers(None))
 
 
-def _mesh_of_one() -> tuple[str, str, str]:
-    return (
-        "the replicas",
-        "fully_shard got a mesh of one rank, so gradients are averaged over that rank only",
-        "pass fully_shard the mesh of the ranks that divide the samples, of which a mesh of two dimensions names first "
-        "those that replicate",
-    )
-
-
-def _left_out() -> tuple[str, str, str]:
-    return (
-        "some parameters",
-        "fully_shard does not manage them (ignored_params), and nothing else averages their gradients",
-        "leave them to fully_shard, or all-reduce their gradients before step()",
-    )
+# What differs beside shards, the cause and the fix.
+_MESH_OF_ONE = (
+    "the replicas",
+    "fully_shard got a mesh of one rank, so gradients are averaged over that rank only",
+    "pass fully_shard the mesh of the ranks that divide the samples, of which a mesh of two dimensions names first "
+    "those that replicate",
+)
+_LEFT_OUT = (
+    "some parameters",
+    "fully_shard does not manage them (ignored_params), and nothing else averages their gradients",
+    "leave them to fully_shard, or all-reduce their gradients before step()",
+)
 
 
 @dataclass(frozen=True)
@@ -449,25 +436,29 @@ def _own_buffers(ddp: TrackedModel | None) -> tuple[str, str, str]:
 
 
 def _unequal_from_the_start(ranks: list[RankState]) -> Finding:
-    ddp = any(model.ranks for model in _models(ranks[0]))
+    if any(model.ranks for model in _models(ranks[0])):
+        cause = (
+            "the weights were loaded or changed on some of the ranks after DistributedDataParallel(model), which sends "
+            "those of its first rank only when it is made (and not at all with init_sync=False)"
+        )
+        fix = "load the weights before DistributedDataParallel(model), or on every rank"
+    else:
+        cause = (
+            "each rank started with other weights, from its own seed or because only some of the ranks loaded a "
+            "checkpoint; averaged gradients keep the difference"
+        )
+        fix = (
+            "send the weights of rank 0 before the first step: for tensor in model.state_dict().values(): "
+            "dist.broadcast(tensor, 0); or load the checkpoint on every rank"
+        )
+    names = _parameters(_called(ranks[0], sorted(_names(ranks[0], "parameter"))))
     return Finding(
         name="replicas_differ",
         title=f"the replicas on {ranks_in_words(_numbers(ranks))} differ from the start",
-        evidence=f"sums of {_parameters(_called(ranks[0], sorted(_names(ranks[0], 'parameter'))))} differ before the "
-        f"first step, and after each of {counted(len(_in_steps(ranks[0])), 'observed step')}",
-        cause=(
-            "the weights were loaded or changed on some of the ranks after DistributedDataParallel(model), which sends "
-            "those of its first rank only when it is made (and not at all with init_sync=False)"
-            if ddp
-            else "each rank started with other weights, from its own seed or because only some of the ranks loaded a "
-            "checkpoint; averaged gradients keep the difference"
-        ),
-        fix=(
-            "load the weights before DistributedDataParallel(model), or on every rank"
-            if ddp
-            else "send the weights of rank 0 before the first step: for tensor in model.state_dict().values(): "
-            "dist.broadcast(tensor, 0); or load the checkpoint on every rank"
-        ),
+        evidence=f"sums of {names} differ before the first step, and after each of "
+        f"{counted(len(_in_steps(ranks[0])), 'observed step')}",
+        cause=cause,
+        fix=fix,
         ranks=_numbers(ranks),
     )
 
@@ -687,6 +678,16 @@ _GATHERED = (
     "updates tensors that the model does not use any more",
     "create the optimizer after fully_shard(model), and before the first forward",
 )
+_LAYER_REPLACED = (
+    "a layer was replaced when the optimizer had been made, which updates the old one",
+    "make the optimizer when the model is complete",
+)
+_NOT_HELD = (
+    "the optimizer was made before they were added, such as by LoRA, or without them; gradients that nothing uses are "
+    "computed, and sent if the model is wrapped",
+    "if they are to be trained, make the optimizer when the model is complete; if not, requires_grad_(False) before "
+    "the model is wrapped",
+)
 
 
 def _why_no_effect(rank: RankState) -> tuple[str, str]:
@@ -773,26 +774,19 @@ def no_update(state: RunState) -> Iterator[Finding]:
         unheld.append(set(_called(rank, [n for n in sorted(always) if looks[0].sums[n] == looks[-1].sums[n]])))
     everywhere = set.intersection(*unheld) if unheld else set()
     if everywhere and not any(no_effect(state)):
-        strangers = any(look.strangers for rank in ranks for look in _in_steps(rank))
-        sharded = any(model.sharded for model in _models(ranks[0]))
+        evidence = f"gradients and the same values {_where(state, ranks)}"
+        cause, fix, kind = *_NOT_HELD, "slow"
+        if any(look.strangers for rank in ranks for look in _in_steps(rank)):
+            evidence += "; an optimizer holds parameters of no model that trains"
+            sharded = any(model.sharded for model in _models(ranks[0]))
+            cause, fix, kind = *(_GATHERED if sharded else _LAYER_REPLACED), "wrong"
         yield Finding(
             name="no_update",
-            kind="wrong" if strangers else "slow",
             title=f"{_parameters(sorted(everywhere))} get gradients, but no optimizer holds them",
-            evidence=f"gradients and the same values {_where(state, ranks)}"
-            + ("; an optimizer holds parameters of no model that trains" if strangers else ""),
-            cause=_GATHERED[0]
-            if strangers and sharded
-            else "a layer was replaced when the optimizer had been made, which updates the old one"
-            if strangers
-            else "the optimizer was made before they were added, such as by LoRA, or without them; gradients that "
-            "nothing uses are computed, and sent if the model is wrapped",
-            fix=_GATHERED[1]
-            if strangers and sharded
-            else "make the optimizer when the model is complete"
-            if strangers
-            else "if they are to be trained, make the optimizer when the model is complete; if not, "
-            "requires_grad_(False) before the model is wrapped",
+            evidence=evidence,
+            cause=cause,
+            fix=fix,
+            kind=kind,
             ranks=_numbers(ranks),
         )
 
@@ -1016,25 +1010,27 @@ def unlike_data(state: RunState) -> Iterator[Finding]:
         if not alike or len({part.digest for part in sets}) == 1:
             continue
         first = sets[0]
-        order = first.content and len({part.content for part in sets}) == 1
-        yield Finding(
-            name="unlike_data",
-            title=f"the ranks divide a {first.name} that "
-            + ("is in a different order on each" if order else "is not the same on all of them"),
-            evidence=f"{counted(len({part.digest for part in sets}), 'different digest')} of the data on "
-            f"{ranks_in_words([part.rank for part in sets])}, with {first.samples} samples on rank {first.rank}",
-            cause=(
+        if first.content and len({part.content for part in sets}) == 1:
+            how = "is in a different order on each"
+            cause = (
                 "the order of a set, of os.listdir or of glob differs between processes, so the ranks' parts overlap "
                 "and leave samples out"
-                if order
-                else "a random split, or random data, with different seeds: samples are in several parts, or in none, "
-                "and those held back on one rank are trained on another one"
-            ),
-            fix=(
-                "sort it: sorted(names)"
-                if order
-                else "use the same seed on all ranks: random_split(data, lengths, torch.Generator().manual_seed(0))"
-            ),
+            )
+            fix = "sort it: sorted(names)"
+        else:
+            how = "is not the same on all of them"
+            cause = (
+                "a random split, or random data, with different seeds: samples are in several parts, or in none, and "
+                "those held back on one rank are trained on another one"
+            )
+            fix = "use the same seed on all ranks: random_split(data, lengths, torch.Generator().manual_seed(0))"
+        yield Finding(
+            name="unlike_data",
+            title=f"the ranks divide a {first.name} that {how}",
+            evidence=f"{counted(len({part.digest for part in sets}), 'different digest')} of the data on "
+            f"{ranks_in_words([part.rank for part in sets])}, with {first.samples} samples on rank {first.rank}",
+            cause=cause,
+            fix=fix,
             ranks=tuple(part.rank for part in sets),
         )
         return
@@ -1067,19 +1063,25 @@ def unlike_order(state: RunState) -> Iterator[Finding]:
         alike = len({(epoch.sampler, epoch.ranks) for epoch in epochs}) == 1 and epochs[0].ranks == len(epochs)
         if not alike or len({epoch.seed + epoch.set for epoch in epochs}) == 1:
             continue
-        name = "seed" if len({epoch.seed for epoch in epochs}) > 1 else "set"
-        word = "seed" if name == "seed" else "epoch"
+        if len({epoch.seed for epoch in epochs}) > 1:
+            word, each = "seed", [epoch.seed for epoch in epochs]
+            fix = (
+                "use one seed on all ranks, DistributedSampler(data, seed=seed), and seed with the rank only what is "
+                "drawn for its samples"
+            )
+        else:
+            word, each = "epoch", [epoch.set for epoch in epochs]
+            fix = (
+                "call sampler.set_epoch(epoch) with the same number on all ranks: after a restart, broadcast the epoch "
+                "of the checkpoint"
+            )
         yield Finding(
             name="unlike_order",
             title=f"the DistributedSampler shuffles by a different {word} on each rank",
-            evidence=", ".join(f"{word} {getattr(epoch, name)} on rank {epoch.rank}" for epoch in epochs),
+            evidence=", ".join(f"{word} {number} on rank {epoch.rank}" for number, epoch in zip(each, epochs)),
             cause="each rank takes its part of a shuffled order, which must be the same on all of them: now samples "
             "are in several parts, or in none",
-            fix="use one seed on all ranks, DistributedSampler(data, seed=seed), and seed with the rank only what is "
-            "drawn for its samples"
-            if name == "seed"
-            else "call sampler.set_epoch(epoch) with the same number on all ranks: after a restart, broadcast the "
-            "epoch of the checkpoint",
+            fix=fix,
             ranks=tuple(epoch.rank for epoch in epochs),
         )
         return
