@@ -115,10 +115,7 @@ class Changes:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, in seconds per step."""
-        lists = {
-            name: [asdict(change) | {"change": change.seconds} for change in getattr(self, name)]
-            for name in ("parts", "by_rank", "steps", "collectives", "kernels")
-        }
+        lists = {name: _plain(getattr(self, name)) for name in ("parts", "by_rank", "steps", "collectives", "kernels")}
         return {"before": self.before, "after": self.after, "ranks": [*self.ranks], "sentence": self.sentence} | lists
 
 
@@ -161,10 +158,7 @@ class CallChanges:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, in seconds."""
-        lists = {
-            name: [asdict(change) | {"change": change.seconds} for change in changes]
-            for name, changes in (("operations", self.operations), ("calls", self.single), ("gap", [self.gap]))
-        }
+        lists = {"operations": _plain(self.operations), "calls": _plain(self.single), "gap": _plain([self.gap])}
         return {"before": self.before, "after": self.after, "ranks": [*self.ranks], "sentence": self.sentence} | lists
 
 
@@ -189,6 +183,10 @@ class NotCompared:
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
         return {"before": self.before, "after": self.after, "sentence": self.sentence}
+
+
+def _plain(changes: Iterable[Change]) -> list[dict[str, Any]]:
+    return [asdict(change) | {"change": change.seconds} for change in changes]
 
 
 Difference: TypeAlias = "Changes | CallChanges | NotCompared"
@@ -217,7 +215,8 @@ def changes(before: str, old: RunState, after: str, new: RunState) -> Difference
     if (old.spec.strategy, old.world_size) != (new.spec.strategy, new.world_size):
         sizes = f"one is of {counted(old.world_size, 'rank')} and the other one of {new.world_size}"
         return NotCompared(before, after, sizes) if imported else None
-    ranks = [number for number, rank in old.ranks.items() if usual(rank) and _has_timelines(new, number)]
+    ranks = [number for number in old.ranks if number in new.ranks]
+    ranks = [number for number in ranks if usual(old.ranks[number]) and usual(new.ranks[number])]
     if ranks:
         return _step_changes(before, old, after, new, ranks)
     ranks = [number for number in old.ranks if _calls_of(old, number) and _calls_of(new, number)]
@@ -288,7 +287,9 @@ def _timed(state: RunState, number: int) -> dict[int, float]:
 
 def _call_changes(before: str, old: RunState, after: str, new: RunState, ranks: Sequence[int]) -> CallChanges:
     by_rank = {rank: (_calls_of(old, rank), _calls_of(new, rank)) for rank in ranks}
-    then, now = ([call for sides in by_rank.values() for call in sides[side] if _has_end(call)] for side in (0, 1))
+    then, now = (  # those that have ended, and of which the dump says when
+        [call for sides in by_rank.values() for call in sides[side] if call.end > call.start] for side in (0, 1)
+    )
     gaps = [median(gap for sides in by_rank.values() for gap in _gaps(sides[side])) for side in (0, 1)]
     single = _means_of_calls(then, now, _numbered, 1)
     return CallChanges(
@@ -311,11 +312,6 @@ def _calls_of(state: RunState, number: int) -> list[Call]:
         for dump in dumps
         for call in dump.comm
     ]
-
-
-def _has_end(call: Call) -> bool:
-    """Whether it has ended, and the dump says when."""
-    return call.end > call.start
 
 
 def _gaps(calls: Sequence[Call]) -> list[float]:
@@ -360,10 +356,6 @@ def _moved(before: str, after: str, by_rank: Mapping[int, tuple[Sequence[Call], 
     )
 
 
-def _has_timelines(state: RunState, number: int) -> bool:
-    return number in state.ranks and bool(usual(state.ranks[number]))
-
-
 _Measured = Mapping[str, tuple[float, float]]  # by name: seconds, and how often
 
 
@@ -389,14 +381,11 @@ def _known_kernels(old: Sequence[Timeline], new: Sequence[Timeline]) -> list[Cha
     if not all(timeline.kernels for timeline in (*old, *new)):
         return []
     full = max(len(timeline.kernels) for timeline in (*old, *new))
-    is_cut = {
-        side: any(len(timeline.kernels) == full for timeline in side_of)
-        for side, side_of in (("old", old), ("new", new))
-    }
+    old_is_cut, new_is_cut = (any(len(timeline.kernels) == full for timeline in side) for side in (old, new))
     return [
         change
         for change in _compared(_kernels, old, new)
-        if (change.before or not is_cut["old"]) and (change.after or not is_cut["new"])
+        if (change.before or not old_is_cut) and (change.after or not new_is_cut)
     ]
 
 

@@ -73,10 +73,8 @@ def _seen(state: RunState, every_rank: bool) -> tuple[dict[str, tuple[float, flo
     found = {}
     for op in ops:
         those = [traffic.ops[op] for traffic in recorded if op in traffic.ops]
-        found[op] = (
-            sum(operation.calls for operation in those) / len(recorded),
-            float(sum(operation.sent for operation in those)),
-        )
+        calls, sent = sum(operation.calls for operation in those), sum(operation.sent for operation in those)
+        found[op] = calls / len(recorded), float(sent)
     return found, max(traffic.step for traffic in recorded)
 
 
@@ -105,12 +103,10 @@ def _signed(count: float) -> str:
     return ("+" if count >= 0 else "−") + size(abs(count), digits=2)
 
 
-def _copied(state: RunState) -> tuple[dict[str, tuple[float, float]], int] | None:
+def _copied(state: RunState) -> tuple[dict[str, tuple[float, float]], int]:
     """What device 0 of `nn.DataParallel` gathers and reduces in the newest recorded step; its copies use no process
     group.
     """
-    if not state.in_threads:
-        return None
     newest = state.in_threads[-1]
     others, extra = len(newest.replicas) - 1, newest.extra
     outputs = extra.outputs * others / (others + 1)

@@ -181,16 +181,13 @@ def sentences(state: RunState) -> list[str]:
             f" ({worst.step_error:+.1%}){why}."
         )
     said += against_prediction(state, state.prediction)
-    wrong = [
-        outcome
-        for outcome in found
-        if outcome.sent_measured is not None and _differs(outcome.sent_predicted, outcome.sent_measured)
-    ]
-    said += [
-        f"Rank {outcome.rank} was predicted to send {size(outcome.sent_predicted or 0)} per step, and sent"
-        f" {size(outcome.sent_measured or 0)}."
-        for outcome in wrong
-    ]
+    for outcome in found:
+        if outcome.sent_predicted is not None and outcome.sent_measured is not None:
+            predicted_size, measured_size = size(outcome.sent_predicted), size(outcome.sent_measured)
+            if predicted_size != measured_size:
+                said.append(
+                    f"Rank {outcome.rank} was predicted to send {predicted_size} per step, and sent {measured_size}."
+                )
     return said
 
 
@@ -246,11 +243,6 @@ def _fit(plan: Plan) -> str:
 
 def _range(low: float, high: float) -> str:
     return size(low) if low == high else f"{size(low)} to {size(high)}"
-
-
-def _differs(predicted: float | None, measured: float) -> bool:
-    """Whether the sizes are different ones in words."""
-    return predicted is not None and size(predicted) != size(measured)
 
 
 def how_made(plan: Plan) -> str:

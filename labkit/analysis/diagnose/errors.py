@@ -85,12 +85,10 @@ def _says(state: RunState, known: KnownError, rank: int | None, text: str) -> bo
 def _evidence(known: KnownError, text: str) -> str:
     """The first line, the line with the error if it is another one, and what NCCL adds as its last error."""
     first, *more = text.strip().splitlines()
-    line = (
-        ""
-        if re.search(known.pattern, first)
-        else next((later for later in more if re.search(known.pattern, later)), "")
-    )
-    last = "\n".join(more).rpartition("Last error:")[2] if "Last error:" in "\n".join(more) else ""
+    line = next((line for line in (first, *more) if re.search(known.pattern, line)), first)
+    line = "" if line is first else line
+    _, found, last = "\n".join(more).rpartition("Last error:")
+    last = last if found else ""
     return shorter(" ".join(filter(None, (first, line.strip(), last))))
 
 
@@ -121,11 +119,7 @@ def out_of_memory(state: RunState) -> Iterator[Finding]:
         title=f"{ranks_in_words(failure.alike, state.world_size)} ran out of memory"
         + (f" at {where}" if where else ""),
         evidence=evidence,
-        cause=(
-            f"an allocation of {size(asked)} exceeded the free memory"
-            if asked
-            else "an allocation exceeded the free memory"
-        ),
+        cause=f"an allocation {f'of {size(asked)} ' if asked else ''}exceeded the free memory",
         fix=_what_fits(state, rank, asked or 0, held),
         ranks=_involved(failure),
     )
@@ -346,12 +340,6 @@ _ANY = (
     "remove what depends on the rank at that line: a shape, an `if rank ==`, a smaller last batch; if none is visible,"
     " run again with TORCH_DISTRIBUTED_DEBUG=DETAIL, which reports the first mismatch",
 )
-_IN_A_THREAD = APART["thread"]
-
-
-def _in_a_thread(state: RunState) -> bool:
-    """Whether a rank died while another thread than the one that trains was in a collective."""
-    return any(failed.beside for failed in (state.status.failures or {}).values())
 
 
 def mismatch(state: RunState) -> Iterator[Finding]:
@@ -367,7 +355,9 @@ def mismatch(state: RunState) -> Iterator[Finding]:
     if reported is None and differ is None:
         return
     parts = apart(state)
-    cause, fix = APART[parts.how] if parts else _IN_A_THREAD if _in_a_thread(state) else _ANY
+    cause, fix = APART[parts.how] if parts else _ANY
+    if parts is None and any(failed.beside for failed in (state.status.failures or {}).values()):
+        cause, fix = APART["thread"]  # a rank died while another thread than the one that trains was in a collective
     where = next(filter(None, map(place_of, events.values())), "")
     yield Finding(
         name="mismatch",

@@ -402,14 +402,12 @@ def synchronised(state: RunState) -> list[list[RankState]]:
     groups = sorted({tuple(model.ranks) for rank in ranks for model in _models(rank) if model.ranks})
     if groups:
         return [[rank for rank in ranks if rank.rank in group] for group in groups]
-    if len(ranks) < state.world_size or not _all_reduces_gradients(ranks) or not _are_replicas(ranks):
+    if len(ranks) < state.world_size or not _all_reduces_gradients(ranks):
         return []
+    if any(_apart(ranks, step, _names(ranks[0], "parameter")) for step in (0, *_common_steps(ranks))):
+        return []  # they are no replicas
     sent = [rank.traffic.ops["all_reduce"].bytes - _FP32 * _elements(rank) for rank in ranks if rank.traffic]
     return [ranks] if all(0 <= more <= _MORE for more in sent) else []
-
-
-def _are_replicas(ranks: Sequence[RankState]) -> bool:
-    return not any(_apart(ranks, step, _names(ranks[0], "parameter")) for step in (0, *_common_steps(ranks)))
 
 
 def _all_reduces_gradients(ranks: Sequence[RankState], separate: bool = False) -> bool:
