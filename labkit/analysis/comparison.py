@@ -360,8 +360,7 @@ class Deviation:
 @dataclass(frozen=True)
 class Badge:
     """The result: "reference", "equal", "differs as expected", "differs" or "not compared", and a sentence with figures
-    and reasons.
-    """
+    and reasons."""
 
     verdict: str
     sentence: str
@@ -483,8 +482,7 @@ def _put(
     piece: Piece, array: numpy.ndarray, whole: dict[str, numpy.ndarray], held: dict[str, numpy.ndarray], most: int
 ) -> None:
     """Copies one rank's shard into its whole tensor. Partial sums are added; where copies of two ranks disagree, it is
-    NaN.
-    """
+    NaN."""
     name, shape = piece.name, tuple(piece.shape)
     if name not in whole and math.prod(shape) + sum(tensor.size for tensor in whole.values()) > most:
         raise ValueError(f"{name} would have more elements than the files have bytes")

@@ -45,8 +45,7 @@ class Entry:
 @per_revision
 def ledger(state: RunState) -> tuple[Entry, ...]:
     """An entry for every operation that was measured or is expected, the largest first; empty until all ranks recorded
-    traffic. Some ranks of a script of one's own may never take a step: without them once the run is over.
-    """
+    traffic. Some ranks of a script of one's own may never take a step: without them once the run is over."""
     spec = state.asked
     seen = _copied(state) if state.in_threads else _seen(state, every_rank=spec is not None or not state.over)
     if seen is None:
@@ -105,8 +104,7 @@ def _signed(count: float) -> str:
 
 def _copied(state: RunState) -> tuple[dict[str, tuple[float, float]], int]:
     """What device 0 of `nn.DataParallel` gathers and reduces in the newest recorded step; its copies use no process
-    group.
-    """
+    group."""
     newest = state.in_threads[-1]
     others, extra = len(newest.replicas) - 1, newest.extra
     outputs = extra.outputs * others / (others + 1)

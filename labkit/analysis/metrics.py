@@ -161,8 +161,7 @@ def rank_throughput(state: RunState, number: int, now: bool = False) -> float | 
 
 def rolling_throughput(rank: RankState, first: int, last: int) -> numpy.ndarray:
     """A rank's samples per second after each step from `first` to `last` of its newest attempt, over 10 steps each; NaN
-    if unknown. The first step is part of its own value only.
-    """
+    if unknown. The first step is part of its own value only."""
     index = numpy.arange(first, last)
     begins = numpy.maximum(
         numpy.minimum(index, warm_up(rank)), index - _WINDOW + 1
@@ -211,8 +210,7 @@ def throughput_of_median_steps(batch: int, medians: Iterable[float | None]) -> f
 @per_revision
 def training_time(state: RunState) -> tuple[float, int]:
     """Seconds from the end of the warm-up to the last step or evaluation, and the number of steps in between; (0, 0)
-    until every rank has such a step.
-    """
+    until every rank has such a step."""
     ranks = [rank for rank in state.ranks.values() if counted_steps(rank)]
     if not ranks or len(ranks) < state.world_size:
         return 0.0, 0
@@ -226,8 +224,7 @@ def training_time(state: RunState) -> tuple[float, int]:
 @per_revision
 def pace(state: RunState) -> float | None:
     """Mean seconds from the end of one step to the end of the next, with what comes between them, over the newest steps
-    of the slowest rank; None if unknown.
-    """
+    of the slowest rank; None if unknown."""
     paces = []
     for rank in state.ranks.values():
         times = rank.steps.t[max(rank.first_step, len(rank.steps) - RECENT) :]
@@ -253,8 +250,7 @@ def gil_wait(state: RunState) -> float | None:
 
 def replica_figures(state: RunState) -> list[ReplicaFigures]:
     """Medians over the newest steps for each replica (thread) of dp; replica 0 has `extra` bytes. Empty without
-    replicas.
-    """
+    replicas."""
     measured: dict[int, list[ReplicaMeasured]] = {}
     for event in state.in_threads:
         for replica in event.replicas:

@@ -43,8 +43,7 @@ def seconds_by_phase(phases: Iterable[Span]) -> dict[str, float]:
 
 def exposed(rank: RankState) -> dict[str, float]:
     """By phase, the share with exposed communication (a collective and no compute): the median over typical profiled
-    steps.
-    """
+    steps."""
     shares: dict[str, list[float]] = {}
     for step in usual(rank):
         spent = seconds_by_phase(step.phases)
@@ -120,15 +119,13 @@ def aligned(found: Mapping[int, Timeline], ahead: Mapping[int, float] | None = N
 
 def resident(state: RunState) -> dict[int, float]:
     """Resident bytes of each rank's process, sampled by the supervisor: code, libraries, data, and on CPU ranks also
-    tensors.
-    """
+    tensors."""
     return {rank: columns["rss"][-1] for rank, columns in sorted(state.system.ranks.items()) if len(columns["rss"])}
 
 
 def beyond(state: RunState, rank: RankState) -> tuple[float, float]:
     """On CUDA, bytes that the caching allocator holds beyond the peak, and device bytes in use beyond what it has
-    reserved.
-    """
+    reserved."""
     number = rank.device.removeprefix("cuda:")
     reserved = rank.steps.memory["reserved"][-1] if len(rank.steps) else math.nan
     used = state.system.gpus.get(int(number), {}).get("memory_used", [math.nan])[-1] if number.isdigit() else math.nan

@@ -96,8 +96,7 @@ def _rank(state: RunState, number: int) -> RankFigures:
 
 def _communication(rank: RankState) -> Communication | None:
     """Of the newest profiled step: seconds of communication, exposed seconds, and the share that was overlapped by
-    compute.
-    """
+    compute."""
     if rank.timeline is None or rank.timeline.calls_only:
         return None
     under_way, exposed = overlap(rank.timeline)

@@ -55,14 +55,10 @@ def not_judged(unread: Sequence[str]) -> Iterator[Finding]:
             kind="unseen",
             title=f"{len(unread)} of {len(RULES)} checks could not read the recorded events",
             evidence="; ".join(unread),
-            cause=(
-                "an event lacks a field, or a field has the wrong type: it was edited by hand, or written by "
-                "another version of labkit"
-            ),
-            fix=(
-                "open the run with the version of labkit that recorded it, or check these points by hand; the other "
-                "findings are valid"
-            ),
+            cause="an event lacks a field, or a field has the wrong type: it was edited by hand, or written by another "
+            "version of labkit",
+            fix="open the run with the version of labkit that recorded it, or check these points by hand; the other "
+            "findings are valid",
         )
 
 
@@ -102,10 +98,8 @@ def not_written(state: RunState) -> Iterator[Finding]:
             title=f"{events} events of rank {rank} could not be written",
             evidence="the rank recorded the number of lost events once the disk had free space again",
             cause="the disk that holds the run folder was full",
-            fix=(
-                "free space on that disk, or set LABKIT_RUNS to a folder on another disk; steps may be missing from "
-                "every figure"
-            ),
+            fix="free space on that disk, or set LABKIT_RUNS to a folder on another disk; steps may be missing from "
+            "every figure",
             ranks=(rank,),
         )
 
@@ -118,14 +112,10 @@ def not_reported(state: RunState) -> Iterator[Finding]:
             kind="unseen",
             title="progress and metrics did not arrive in the status of the TrainJob",
             evidence=state.unreported,
-            cause=(
-                "the pod has the variables of Kubeflow Trainer's status server, and the server cannot be reached or"
-                " does not accept its token or certificate"
-            ),
-            fix=(
-                "check the feature gate TrainJobStatus and the log of the Trainer controller, and that no network"
-                " policy closes its port; the training was not affected"
-            ),
+            cause="the pod has the variables of Kubeflow Trainer's status server, and the server cannot be reached or"
+            " does not accept its token or certificate",
+            fix="check the feature gate TrainJobStatus and the log of the Trainer controller, and that no network"
+            " policy closes its port; the training was not affected",
         )
 
 
@@ -152,10 +142,8 @@ def not_there(state: RunState) -> Iterator[Finding]:
             title=f"{ranks_in_words(missing)} recorded no events",
             evidence=f"{len(state.ranks)} of {state.world_size} ranks have events",
             cause="the rank exited before it started to train, or its file under events/ is missing",
-            fix=(
-                "read the stderr of that rank, or copy the run folder again if a file is missing; totals cover only "
-                "the ranks with events"
-            ),
+            fix="read the stderr of that rank, or copy the run folder again if a file is missing; totals cover only "
+            "the ranks with events",
             ranks=missing,
         )
 
@@ -172,10 +160,8 @@ def cut_short(state: RunState) -> Iterator[Finding]:
             name="cut_short",
             kind="unseen",
             title=f"the events of {ranks_in_words(short)} end early, although the run continued",
-            evidence=(
-                f"last step by rank: {', '.join(f'{number}: {last[number]}' for number in short)}; other ranks: "
-                f"{most}; no end event"
-            ),
+            evidence=f"last step by rank: {', '.join(f'{number}: {last[number]}' for number in short)}; other ranks: "
+            f"{most}; no end event",
             cause="the file was copied incompletely, or the disk was full while it was written",
             fix="copy the run folder again if it came from another machine; the figures show what was recorded",
             ranks=short,

@@ -141,10 +141,8 @@ def _killed_for_memory(state: RunState, failure: Failure, kills: int) -> Finding
             f"SIGKILL; the kernel killed {counted(kills, 'process', 'es')} of this cgroup for lack of memory{resident}"
         ),
         cause="the processes of the host or container exceeded its memory limit (host memory, not GPU memory)",
-        fix=(
-            "start the container or job with more memory; or load less data in each rank; or "
-            f"{one_of(state, 'smaller batch')}"
-        ),
+        fix="start the container or job with more memory; or load less data in each rank; or "
+        f"{one_of(state, 'smaller batch')}",
         ranks=_involved(failure),
     )
 
@@ -162,8 +160,7 @@ def _asked(message: str) -> float | None:
 
 def _what_fits(state: RunState, rank: RankState | None, asked: float, held: Mapping[str, float]) -> str:
     """The fix that follows from the breakdown: activations grow with the batch; sharding divides the rest by the number
-    of ranks.
-    """
+    of ranks."""
     usual = one_of(state, "smaller batch", "accumulate for memory", "checkpoint activations", "shard")
     limit = state.device_memory(rank.rank) if rank is not None else None
     whole = limit or float(1 << 40)
@@ -231,8 +228,7 @@ def _is_explained(state: RunState, failure: Failure) -> bool:
 
 def _where(failure: Failure) -> str:
     """` (train.py:12 in step)`; for a killed process, the last line it was seen at; empty if the message contains the
-    line.
-    """
+    line."""
     line = place(failure.traceback)
     if not line or f"{line.partition(':')[0]}, line" in failure.message:
         return ""
@@ -241,8 +237,7 @@ def _where(failure: Failure) -> str:
 
 def _lost_a_peer(state: RunState, failure: Failure) -> bool:
     """Whether the first failure known so far only reports that another rank is gone; torchrun reports that rank at the
-    end.
-    """
+    end."""
     return not state.over and bool(PEER_GONE.search(f"{failure.type}: {failure.message}"))
 
 
@@ -294,10 +289,8 @@ def uneven_inputs(state: RunState) -> Iterator[Finding]:
         ),
         evidence="batches per epoch, by rank: "
         + ", ".join(f"{rank}: {length}" for rank, length in sorted(lengths.items())),
-        cause=(
-            "every step calls a collective; a rank without batches no longer calls it, so the others block or meet "
-            "a different collective"
-        ),
+        cause="every step calls a collective; a rank without batches no longer calls it, so the others block or meet a "
+        "different collective",
         fix="give each rank the same number of samples (DistributedSampler pads its shards); or "
         + (one_of(state, "join") or "use the strategy ddp with --option join=true"),
         ranks=short,
@@ -400,10 +393,8 @@ def left_early(state: RunState) -> Iterator[Finding]:
         evidence="; ".join(_ended(state.ranks[number]) for number in ended)
         + (f"; rank {first.rank}: {shorter(failure.type + ': ' + failure.message)}" if failure is not None else ""),
         cause="a collective completes only when every rank in its group calls it; a rank that has exited never does",
-        fix=(
-            "make the same steps on all ranks: base a `return`, `break` or `sys.exit()`, and an `if` around backward, "
-            "on a value that all ranks share, such as a flag broadcast from rank 0"
-        ),
+        fix="make the same steps on all ranks: base a `return`, `break` or `sys.exit()`, and an `if` around backward, "
+        "on a value that all ranks share, such as a flag broadcast from rank 0",
         ranks=(*ended, *held_up),
     )
 
@@ -424,8 +415,7 @@ def _stuck(state: RunState) -> bool:
 
 def _difference(ops: Mapping[int, list[Call]], different_ops: bool) -> str | None:
     """Two ranks whose collectives of one number in one group differ: in shape, or, with `different_ops`, also in the
-    operation.
-    """
+    operation."""
     known: dict[tuple[Any, ...], tuple[int, Call]] = {}
     for rank, those in sorted(ops.items()):
         for op in those:

@@ -155,8 +155,7 @@ _ADVICE = {
 
 def advice(state: RunState, *names: str) -> list[str]:
     """The fixes of these names that apply to the script that ran; an option that its strategy does not have is left
-    out.
-    """
+    out."""
     spec = state.asked
     if spec is None:
         return [_ADVICE[name].elsewhere for name in names]

@@ -54,15 +54,13 @@ def blames_peers(failure: Failure) -> bool:
 
 def waiting(state: RunState) -> dict[int, Waiting]:
     """By rank the `waiting` event of each rank that waits: not those that made progress since, exited with 0, or only
-    compute for long.
-    """
+    compute for long."""
     return {number: event for number, event in held(state).items() if _is_in_collective(event)}
 
 
 def held(state: RunState) -> dict[int, Waiting]:
     """By rank the newest `waiting` event of each rank that has made no progress since, even if it computes; also where
-    a rank was that has not waited long enough to report itself, if it needs one of those that have.
-    """
+    a rank was that has not waited long enough to report itself, if it needs one of those that have."""
     if state.status.state == "finished":
         return {}
     ranks = {number: rank for number, rank in sorted(state.ranks.items()) if rank.exit_code != 0}
@@ -188,8 +186,7 @@ def first_pending(event: Waiting | Error) -> Call | None:
 
 def failed_in(event: Error) -> Call | None:
     """The collective that raised an error: the newest one, because an error completes it too; None if a send or receive
-    failed.
-    """
+    failed."""
     ops = operations(event)
     if not ops or _POINT_TO_POINT.search(event.traceback):
         return None
@@ -382,8 +379,7 @@ APART = {
 
 def apart(state: RunState) -> Apart | None:
     """Where the sequences of the ranks part first, of the group that was in use longest; None if they agree as far as
-    they are known. Later calls change nothing about it.
-    """
+    they are known. Later calls change nothing about it."""
     groups: dict[tuple[Any, ...], dict[int, Calls]] = {}
     for number, rank in sorted(state.ranks.items()):
         for sequence in rank.called.groups if rank.called else ():
@@ -832,8 +828,7 @@ def is_sharded(held_up: Mapping[int, Waiting]) -> bool:
 
 def _awaited(pending: Mapping[int, Call]) -> tuple[Call, tuple[int, ...]]:
     """The collective that blocks the others, and its ranks that are not in it; preferably one that waits for a rank in
-    no collective.
-    """
+    no collective."""
     absent = {
         number: tuple(rank for rank in op["ranks"] if rank not in pending or not same(pending[rank], op))
         for number, op in pending.items()

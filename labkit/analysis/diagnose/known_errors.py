@@ -636,8 +636,7 @@ KNOWN_ERRORS = (
         "that reports the timeout is one that waited",
         "find the rank that is at a different line: read the dumps of the flight recorder, a file per rank (set "
         "TORCH_FR_BUFFER_SIZE=2000 if there are none; TORCH_NCCL_TRACE_BUFFER_SIZE in older versions of torch), or "
-        "`py-spy dump` on each rank; raise timeout= of init_process_group only if the ranks "
-        "really differ by that much",
+        "`py-spy dump` on each rank; raise timeout= of init_process_group only if the ranks really differ by that much",
     ),
     KnownError(
         "nccl",

@@ -592,9 +592,8 @@ def _steps_in_words(steps: Sequence[int]) -> str:
 def _unused_average(steps: Sequence[int]) -> tuple[str, str, str]:
     return (
         "the replicas",
-        "as many bytes as the parameters have are sent after steps "
-        f"{_steps_in_words(steps)}, but no parameter changes: what is averaged is a copy, such as of "
-        "parameters_to_vector or state_dict",
+        f"as many bytes as the parameters have are sent after steps {_steps_in_words(steps)}, but no parameter "
+        "changes: what is averaged is a copy, such as of parameters_to_vector or state_dict",
         "write the average back: vector_to_parameters(average, model.parameters()), load_state_dict, or copy_ under "
         "no_grad",
     )
@@ -731,8 +730,7 @@ def schedule_over(state: RunState) -> Iterator[Finding]:
         name="schedule_over",
         title=f"the learning rate is {_rate(first):.2g} from step {first.step} on",
         evidence=f"{highest:.3g} at most, {_rate(before):.3g} in step {before.step}, and at most {_rate(first):.2g} in "
-        f"steps {first.step} to {last.step}, on "
-        f"{ranks_in_words(_numbers(ranks), state.world_size)}",
+        f"steps {first.step} to {last.step}, on {ranks_in_words(_numbers(ranks), state.world_size)}",
         cause="the schedule ends before the training: it is shorter, or advances several times per step, as the "
         "scheduler that accelerate prepares does once per rank, or in every step although it counts epochs",
         fix="make the schedule as long as the optimizer steps of the run, times the ranks for a scheduler from "
@@ -1118,11 +1116,9 @@ def evaluated_twice(state: RunState) -> Iterator[Finding]:
                     if evaluations[0].sampler in _REPEATING
                     else "the parts of the ranks overlap"
                 ),
-                fix=(
-                    "count each sample once: evaluate Subset(data, range(rank, len(data), ranks)) without a "
-                    "DistributedSampler, or leave out the repeated ones when the results are gathered (in accelerate "
-                    "by gather_for_metrics instead of gather)"
-                ),
+                fix="count each sample once: evaluate Subset(data, range(rank, len(data), ranks)) without a "
+                "DistributedSampler, or leave out the repeated ones when the results are gathered (in accelerate by "
+                "gather_for_metrics instead of gather)",
                 ranks=ranks,
             )
             return
@@ -1154,14 +1150,10 @@ def unequal_weights(state: RunState) -> Iterator[Finding]:
             name="unequal_weights",
             title="the loss is a mean over different numbers of elements on each rank, and the gradients are averaged",
             evidence=f"step {step}: a mean over {told}",
-            cause=(
-                "the average over ranks weights each rank alike, so a token or sample counts more on a rank that has "
-                "fewer of them"
-            ),
-            fix=(
-                "sum the loss, and divide by the number on all ranks: all_reduce(count), then loss * ranks / count; or "
-                "give all ranks equally many"
-            ),
+            cause="the average over ranks weights each rank alike, so a token or sample counts more on a rank that has "
+            "fewer of them",
+            fix="sum the loss, and divide by the number on all ranks: all_reduce(count), then loss * ranks / count; or "
+            "give all ranks equally many",
             ranks=_numbers(ranks),
         )
         return
@@ -1270,14 +1262,10 @@ def local_norm(state: RunState) -> Iterator[Finding]:
             name="local_norm",
             title="gradients are clipped by a norm that differs between the ranks of one model",
             evidence=f"step {step}: between backward and step(), all gradients were multiplied by {told}",
-            cause=(
-                "each rank computed the norm of the gradients that it holds, which are a part of the model's, and not "
-                "of all of them"
-            ),
-            fix=(
-                "use torch.nn.utils.clip_grad_norm_(model.parameters(), limit) on the DTensors (FSDP2), "
-                "model.clip_grad_norm_(limit) (FSDP1), or all-reduce the sum of the squared norms"
-            ),
+            cause="each rank computed the norm of the gradients that it holds, which are a part of the model's, and "
+            "not of all of them",
+            fix="use torch.nn.utils.clip_grad_norm_(model.parameters(), limit) on the DTensors (FSDP2), "
+            "model.clip_grad_norm_(limit) (FSDP1), or all-reduce the sum of the squared norms",
             ranks=_numbers(ranks),
         )
         return

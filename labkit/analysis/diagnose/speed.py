@@ -47,14 +47,11 @@ def uneven_experts(state: RunState) -> Iterator[Finding]:
             name="uneven_experts",
             kind="slow",
             title=f"expert {busiest} is chosen {total[busiest] / mean:.1f} times as often as the mean of the experts",
-            evidence=(
-                f"step {step}, all layers and ranks: {total[busiest]:,.0f} choices of expert {busiest}, {mean:,.0f} per"
-                f" expert on average; {idle} of {len(total)} experts are chosen less than half as often as the mean"
-            ),
-            cause=(
-                "an expert that is chosen more often is trained more and chosen even more often; choices beyond its"
-                " slots are dropped, and without a limit the other ranks would wait for its rank"
-            ),
+            evidence=f"step {step}, all layers and ranks: {total[busiest]:,.0f} choices of expert {busiest},"
+            f" {mean:,.0f} per expert on average; {idle} of {len(total)} experts are chosen less than half as often as"
+            " the mean",
+            cause="an expert that is chosen more often is trained more and chosen even more often; choices beyond its"
+            " slots are dropped, and without a limit the other ranks would wait for its rank",
             fix=one_of(state, "balance experts", "more slots"),
         )
 
@@ -90,11 +87,8 @@ def input_bound(state: RunState) -> Iterator[Finding]:
         name="input_bound",
         kind="slow",
         title=f"rank {worst} spends {slow[worst]:.0%} of each step waiting for data",
-        evidence=(
-            f"rank {worst}: {1e3 * _phases(state, worst)['data']:.1f} ms of"
-            f" {1e3 * _step(state, worst):.1f} ms per step (medians); {_DATA_SHARE:.0%} or more"
-            f" on {ranks_in_words(sorted(slow))}"
-        ),
+        evidence=f"rank {worst}: {1e3 * _phases(state, worst)['data']:.1f} ms of {1e3 * _step(state, worst):.1f} ms per"
+        f" step (medians); {_DATA_SHARE:.0%} or more on {ranks_in_words(sorted(slow))}",
         cause=(
             f"{counted(workers, 'worker')} of the DataLoader cannot load batches as fast as they are trained on"
             if workers
@@ -162,10 +156,8 @@ def straggler(state: RunState) -> Iterator[Finding]:
         name="straggler",
         kind="slow",
         title=f"rank {slowest} is slower than the other ranks, {where}",
-        evidence=(
-            f"its own work takes {1e3 * total[slowest]:.1f} ms per step, the other ranks' "
-            f"{1e3 * median(others):.1f} ms (medians); {1e3 * lost[phase]:.1f} ms of the difference {where}"
-        ),
+        evidence=f"its own work takes {1e3 * total[slowest]:.1f} ms per step, the other ranks' "
+        f"{1e3 * median(others):.1f} ms (medians); {1e3 * lost[phase]:.1f} ms of the difference {where}",
         cause="every collective waits for the slowest rank, so all ranks run at its speed",
         fix={
             "data": "check the size of this rank's data shard, and its disk",
@@ -229,10 +221,8 @@ def communication_bound(state: RunState) -> Iterator[Finding]:
             f"from {counted(len(_usual_steps(rank)), 'profiled step')}; mostly {op}"
         )
         + (f" ({backend})" if backend else ""),
-        cause=(
-            "a step computes too little for the bytes that it sends, or the computation does not overlap with the "
-            "communication"
-        ),
+        cause="a step computes too little for the bytes that it sends, or the computation does not overlap with the "
+        "communication",
         fix=one_of(state, "larger batch", "accumulate", "compress", "fewer ranks"),
         ranks=tuple(sorted(state.ranks)),
     )
@@ -244,8 +234,7 @@ def _usual_steps(rank: RankState) -> list[Timeline]:
 
 def _exposed(state: RunState, rank: RankState) -> float | None:
     """The share of a step that is exposed communication; None if unknown, or known only from profiled steps that
-    nothing confirms.
-    """
+    nothing confirms."""
     profiled = _usual_steps(rank)
     if not profiled:
         return None
@@ -313,15 +302,11 @@ def one_unit(state: RunState) -> Iterator[Finding]:
                 kind="memory",
                 title=f"FSDP shards {whole.name} as one unit on rank {rank.rank}",
                 evidence=f"rank {rank.rank} has {whole.parameters:,} parameters in one unit",
-                cause=(
-                    "a unit is gathered as a whole before it computes: the peak contains all parameters, and no "
-                    "all-gather overlaps with compute"
-                ),
-                fix=(
-                    "call fully_shard(block) for each block before fully_shard(model); with FSDP1 "
-                    "use an auto_wrap_policy that wraps each block (size_based_auto_wrap_policy "
-                    "needs a min_num_params below the size of a block)"
-                ),
+                cause="a unit is gathered as a whole before it computes: the peak contains all parameters, and no "
+                "all-gather overlaps with compute",
+                fix="call fully_shard(block) for each block before fully_shard(model); with FSDP1 use an "
+                "auto_wrap_policy that wraps each block (size_based_auto_wrap_policy needs a min_num_params below the "
+                "size of a block)",
                 ranks=(rank.rank,),
             )
             return

@@ -52,10 +52,8 @@ def same_samples(state: RunState) -> Iterator[Finding]:
     yield Finding(
         name="same_samples",
         title=f"{ranks_in_words(alike)} train on the same samples",
-        evidence=(
-            f"their batches were identical in all {counted(len(whole), 'recorded step')}, from step {step} on; "
-            f"{counted(len(set(digests.values())), 'different batch', 'es')} per step, expected {expected}"
-        ),
+        evidence=f"their batches were identical in all {counted(len(whole), 'recorded step')}, from step {step} on; "
+        f"{counted(len(set(digests.values())), 'different batch', 'es')} per step, expected {expected}",
         cause=(
             "each rank iterates over its own copy of an IterableDataset from the beginning"
             if streams
@@ -120,10 +118,8 @@ def no_set_epoch(state: RunState) -> Iterator[Finding]:
         yield Finding(
             name="no_set_epoch",
             title=f"rank {rank.rank} draws the samples in the same order in every epoch",
-            evidence=(
-                f"rank {rank.rank}'s DistributedSampler started {len(epochs)} epochs with the same epoch number, "
-                f"{epochs[0].set}"
-            ),
+            evidence=f"rank {rank.rank}'s DistributedSampler started {len(epochs)} epochs with the same epoch number, "
+            f"{epochs[0].set}",
             cause="the sampler shuffles by its seed and epoch number, and set_epoch was not called",
             fix="call sampler.set_epoch(epoch) at the start of each epoch",
             ranks=tuple(sorted(state.ranks)),
@@ -142,8 +138,7 @@ def _training_epochs(rank: RankState) -> list[Epoch]:
 
 def nan_loss(state: RunState) -> Iterator[Finding]:
     """A loss that is not finite from some step on: it diverged on all ranks, or a gradient or the input of one rank was
-    not finite.
-    """
+    not finite."""
     found = {rank.rank: rank.not_finite for rank in state.ranks.values() if rank.not_finite is not None}
     if not found:
         return
@@ -173,10 +168,8 @@ def nan_loss(state: RunState) -> Iterator[Finding]:
         evidence=f"{ranks_in_words(sorted(found))}: loss NaN or infinite"
         + (f"; the losses up to step {step - 1} were finite" if step > 1 else " in the first step"),
         cause=cause,
-        fix=(
-            "locate the operation with torch.autograd.set_detect_anomaly(True); then lower the learning rate, "
-            f"{one_of(state, 'clip') or 'clip the gradients'}, or use bf16 instead of fp16"
-        ),
+        fix="locate the operation with torch.autograd.set_detect_anomaly(True); then lower the learning rate, "
+        f"{one_of(state, 'clip') or 'clip the gradients'}, or use bf16 instead of fp16",
         ranks=first,
     )
 
@@ -225,14 +218,10 @@ def _divergence(state: RunState, ranks: tuple[int, ...], step: int) -> Finding:
         name="loss_diverged",
         title=f"the loss diverged: {losses[-1]:g} from step {step} on, on {ranks_in_words(ranks, state.world_size)}",
         evidence=f"losses of rank {ranks[0]} in steps {first} to {step}: {shown}{whole}",
-        cause=(
-            "each update made the loss larger until it overflowed: the updates are too large for this loss, or the "
-            "loss has no minimum; no single rank is the cause"
-        ),
-        fix=(
-            "lower the learning rate, or increase it gradually over the first steps (warm-up); "
-            f"{one_of(state, 'clip') or 'clip the gradients'}; check the sign of the loss"
-        ),
+        cause="each update made the loss larger until it overflowed: the updates are too large for this loss, or the "
+        "loss has no minimum; no single rank is the cause",
+        fix="lower the learning rate, or increase it gradually over the first steps (warm-up); "
+        f"{one_of(state, 'clip') or 'clip the gradients'}; check the sign of the loss",
         ranks=ranks,
     )
 
@@ -256,10 +245,8 @@ def loss_differs(state: RunState) -> Iterator[Finding]:
                     ),
                     evidence=f"step {step}: " + ", ".join(f"{loss:.6f}" for loss in losses),
                     cause="ranks that split layers must train on the same samples and start from the same weights",
-                    fix=(
-                        "set the same seed on every rank before the model is built, and feed the same batch to all "
-                        "ranks that split one layer"
-                    ),
+                    fix="set the same seed on every rank before the model is built, and feed the same batch to all "
+                    "ranks that split one layer",
                     ranks=numbers,
                 )
                 return
@@ -290,10 +277,8 @@ def one_file(state: RunState) -> Iterator[Finding]:
         cause=(
             "nothing coordinates the writes: the file contains what the last rank wrote, or a mixture of several ranks"
         ),
-        fix=(
-            "save on rank 0 only while the others wait at a barrier, or save one shard per rank with "
-            "torch.distributed.checkpoint"
-        ),
+        fix="save on rank 0 only while the others wait at a barrier, or save one shard per rank with "
+        "torch.distributed.checkpoint",
         ranks=tuple(sorted(ranks)),
     )
 
@@ -329,15 +314,11 @@ def trains_beside(state: RunState) -> Iterator[Finding]:
             yield Finding(
                 name="trains_beside",
                 kind="unseen",
-                title=(
-                    f"{counted(len(names), 'training thread')} of rank {rank.rank} "
-                    f"{'is' if len(names) == 1 else 'are'} not recorded"
-                ),
+                title=f"{counted(len(names), 'training thread')} of rank {rank.rank} "
+                f"{'is' if len(names) == 1 else 'are'} not recorded",
                 evidence=f"backward was also called in {listed(names, _LISTED)}",
-                cause=(
-                    "the probe follows one thread per rank: the first that calls backward, then the next one when "
-                    "that thread has ended"
-                ),
+                cause="the probe follows one thread per rank: the first that calls backward, then the next one when "
+                "that thread has ended",
                 fix="run each training loop in a separate process, started with torchrun, to record the steps of each",
                 ranks=(rank.rank,),
             )
@@ -353,10 +334,8 @@ def _processes(rank: RankState, started: list[StartedProcess]) -> Finding:
         ),
         evidence=f"processes started: {listed(targets, _LISTED)}; optimizer steps in the rank itself: 0",
         cause="the probe records the processes that torchrun starts, not those that a script starts itself",
-        fix=(
-            "let torchrun start the workers: run the script with --nproc N, and replace "
-            "torch.multiprocessing.spawn(train, nprocs=N) with train(int(os.environ['LOCAL_RANK']))"
-        ),
+        fix="let torchrun start the workers: run the script with --nproc N, and replace "
+        "torch.multiprocessing.spawn(train, nprocs=N) with train(int(os.environ['LOCAL_RANK']))",
         ranks=(rank.rank,),
     )
 

@@ -231,8 +231,7 @@ class Profile:
     the file has no `distributedInfo`; `device` is the name of the GPU, empty if nothing ran on one. `steps` are the
     numbers of `ProfilerStep#N` with start and end; `waits` is when the CPU began and ended to wait for the GPU.
     `phases` are parts of a step that torch annotates: data and optimizer, with start and end. `notes` are sentences
-    about what the file does not have; `sampled` says whether events were left out of it.
-    """
+    about what the file does not have; `sampled` says whether events were left out of it."""
 
     path: Path
     base: int = 0
@@ -539,8 +538,7 @@ class Breakdown:
     """Seconds, from the start of the first to the end of the last kernel: `span`, of it `computation`, `communication`
     with its `exposed` part (no computation at the same time), `copies` (and memsets), and `idle` time, in which nothing
     ran. Of the idle time, `launch_bound` are gaps that ended with a kernel that was launched only after the gap had
-    begun while the CPU ran operators, and `starved` those in which the CPU ran none.
-    """
+    begun while the CPU ran operators, and `starved` those in which the CPU ran none."""
 
     span: float
     computation: float

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 def noise_scale(small: float, large: float, batch: float, ranks: int) -> float:
     """tr Σ / |G|², in samples (McCandlish et al. 2018, appendix A.1), from two mean squared norms: `small` of the
     gradients of `batch` samples of one rank, `large` of their mean over at least 2 `ranks`. Infinite if nothing but
-    noise was measured.
-    """
+    noise was measured."""
     signal = (ranks * large - small) / (ranks - 1)
     noise = batch * (small - large) / (1 - 1 / ranks)
     return noise / signal if signal > 0 else float("inf")

@@ -44,8 +44,7 @@ class Plan:
 
     def states(self) -> list[tuple[Holding, ...]]:
         """The chunks of each rank initially and after each round. Raises `ValueError` for a plan that is invalid or
-        misses its goal.
-        """
+        misses its goal."""
         states = [self.start]
         for number, messages in enumerate(self.rounds, 1):
             states.append(_after(states[-1], messages, number))
@@ -164,8 +163,7 @@ def _up(edges: Edges) -> tuple[Round, ...]:
 
 def _ring(n: int, shift: int, add: bool) -> tuple[Round, ...]:
     """n - 1 rounds in which each rank sends one chunk to its right neighbour: in round k rank r sends chunk r + shift -
-    k.
-    """
+    k."""
     return tuple(
         tuple(Message(rank, (rank + 1) % n, ((rank + shift - k) % n,), add) for rank in range(n)) for k in range(n - 1)
     )

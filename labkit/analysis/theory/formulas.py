@@ -42,8 +42,7 @@ class Flow:
 
 class Case:
     """The quantities of a Spec that the formulas use. Sizes are in bytes; `blocks` are one rank's parts of all blocks
-    of the model.
-    """
+    of the model."""
 
     def __init__(self, spec: Spec, step: int):
         self.spec, self.step, self.options, self.n = spec, step, spec.options, spec.nproc
@@ -168,8 +167,7 @@ def threads(case: Case) -> Iterator[Flow]:
 
 def gradients(case: Case) -> Iterator[Flow]:
     """DDP (Li et al. 2020) all-reduces every gradient once; PowerSGD (Vogels et al. 2019) the factors of a matrix, from
-    step 3 on.
-    """
+    step 3 on."""
     compression = case.options.get("compression", "none")
     if compression == "powersgd" and case.step > 2:
         yield flow_of("all_reduce", 4 * sum(map(_low_rank, case.shapes)), case.n, "4·(rows + columns + vectors)")
@@ -219,8 +217,7 @@ def bucket_numbers(gradients: Iterable[int], bucket_mb: float) -> Iterator[int]:
 
 def _low_rank(shape: tuple[int, ...]) -> int:
     """Elements that PowerSGD of rank 1 sends for a parameter: rows + columns of its matrix, if that is less than half
-    of all.
-    """
+    of all."""
     rows, columns = shape[0], math.prod(shape[1:])
     return rows + columns if 2 * (rows + columns) < rows * columns else rows * columns
 
@@ -244,8 +241,7 @@ def updated_parameters(case: Case) -> Iterator[Flow]:
 
 def engine(case: Case) -> Iterator[Flow]:
     """ZeRO (Rajbhandari et al. 2020, section 7): stages 1 and 2 reduce-scatter gradients and all-gather parameters,
-    stage 3 gathers twice.
-    """
+    stage 3 gathers twice."""
     size, what = case.size, "4P"
     if case.half:
         size, what = case.size - 2 * sum(block.multiplied for block in case.blocks), "(2M + 4(P − M))"
@@ -336,8 +332,7 @@ def units(case: Case) -> Iterator[Flow]:
 @dataclass(frozen=True)
 class Unit:
     """One unit (flat parameter) of FSDP1. `again`: activation checkpointing of the block around it gathers it once
-    more.
-    """
+    more."""
 
     shapes: tuple[tuple[int, ...], ...]
     again: bool = False
@@ -387,8 +382,7 @@ def _flat(unit: Unit, ranks: int) -> int:
 
 def layers(case: Case) -> Iterator[Flow]:
     """Tensor parallelism (Shoeybi et al. 2019, section 3): one all-reduce per direction after each pair of split
-    matrices.
-    """
+    matrices."""
     groups, wide, row = case.n // case.rows // case.pipes, 2 if case.half else 4, case.spec.workload_row
     if row.transformer:
         yield from _of_transformer(case, row.transformer(case.options), groups, wide)
@@ -484,8 +478,7 @@ def keys_and_values(case: Case) -> Iterator[Flow]:
     """Context parallelism. As Llama 3 was trained (2024, section 3.3.2): all-gather of keys and values, reduce-scatter
     of their gradients. Around a ring (Liu et al. 2023): n − 1 hops of keys and values in forward and again in backward,
     where the sums of their gradients make n, the last one home. Ulysses (Jacobs et al. 2023, section 3.2): an
-    all-to-all of query, key, value and output, and of their gradients.
-    """
+    all-to-all of query, key, value and output, and of their gradients."""
     transformer, wide = case.spec.workload_row.transformer, 2 if case.half else 4
     assert transformer is not None  # the strategy takes no other workload
     model = transformer(case.options)
@@ -553,8 +546,7 @@ TRAFFIC: dict[str, Callable[[Case], Iterator[Flow]]] = {
 
 def theory(spec: Spec, step: int = 3) -> tuple[Flow, ...] | None:
     """The expected traffic of step `step` of a Spec with a known number of ranks; the first two steps differ from later
-    ones. None if there is no formula for its strategy.
-    """
+    ones. None if there is no formula for its strategy."""
     names, case = spec.strategy_row.traffic, Case(spec, step)
     return None if names is None else tuple(flow for name in names for flow in TRAFFIC[name](case))
 
