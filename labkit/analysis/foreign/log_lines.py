@@ -395,7 +395,12 @@ class _Reader:
         text = raw[:_LONGEST].decode("utf-8", "replace").strip("\r\n")
         if "\x1b" in text:
             text = _COLORS.sub("", text)
-        for line in _lines_in(text) if text.startswith('{"') or text.count("[rank") > 1 else (text,):
+        lines = [text]
+        if text.startswith('{"'):
+            lines = _of_json(text)
+        elif text.count("[rank") > 1:
+            lines = _GLUED.split(text)
+        for line in lines:
             if self._tasks is None:
                 self._first.append(line)
                 if len(self._first) >= 64:
@@ -526,7 +531,7 @@ class _Reader:
             speaker.ignored, speaker.message = True, None
         elif (text.startswith(_CRASHES) or "Caught signal" in text) and (crash := _CRASH.search(text)):
             kind = next(filter(None, crash.groups()))
-            self._failed(speaker, Failure(speaker, kind, "", text, speaker.time, self._log.lines))
+            self._failed(Failure(speaker, kind, "", text, speaker.time, self._log.lines))
         elif self._add_launcher(speaker, text):
             pass
         elif speaker.message is not None:
@@ -552,7 +557,7 @@ class _Reader:
         elif "exited on signal" in text and (killed := _BY_MPI.search(text)):
             self._add_end(speaker, int(killed["rank"]), name_of_signal(int(killed["signal"])))
         elif ": line " in text and (killed := _KILLED_BY_SHELL.search(text)):
-            self._failed(speaker, Failure(speaker, SIGNALS[killed[1]], "", "", speaker.time, self._log.lines))
+            self._failed(Failure(speaker, SIGNALS[killed[1]], "", "", speaker.time, self._log.lines))
         else:
             return False
         return True
@@ -560,7 +565,7 @@ class _Reader:
     def _add_end(self, speaker: Speaker, rank: int, kind: str) -> None:
         """How a rank ended, as mpirun says it."""
         said = Speaker(speaker.path, rank=rank)
-        self._failed(said, Failure(said, kind, "", "", speaker.time, self._log.lines))
+        self._failed(Failure(said, kind, "", "", speaker.time, self._log.lines))
         self._speakers[("mpirun", rank)] = said
 
     def _add_message(self, speaker: Speaker, message: Failure, text: str) -> None:
@@ -599,7 +604,7 @@ class _Reader:
         elif kind == "ProcessExitedException" and (ended := _SPAWN_ENDED.search(message)):
             said = self._of_spawn(int(ended["process"]))
             how = ended["signal"] or f"exit code {ended['code']}"
-            self._failed(said, Failure(said, how, "", clipped(traced), speaker.time, speaker.begun))
+            self._failed(Failure(said, how, "", clipped(traced), speaker.time, speaker.begun))
         elif kind and kind not in _LAUNCHERS:
             chained = bool(speaker.whole) and bool(speaker.failures) and any(map(_CHAINED.match, speaker.whole))
             failure = Failure(speaker, kind, message, clipped(traced), speaker.time, speaker.begun)
@@ -611,7 +616,7 @@ class _Reader:
             if self._spawned is not None and speaker.several:
                 failure.speaker = self._of_spawn(self._spawned)
                 self._spawned = None
-            self._failed(failure.speaker, failure)
+            self._failed(failure)
             speaker.whole = traced.split("\n")[-_MOST_LINES:]
 
     def _of_spawn(self, local: int) -> Speaker:
@@ -629,7 +634,9 @@ class _Reader:
             speaker.failures, speaker.bare = [], None
         self._log.timeouts, self._log.called, self._log.stuck, self._log.agent = {}, {}, {}, []
 
-    def _failed(self, speaker: Speaker, failure: Failure) -> None:
+    @staticmethod
+    def _failed(failure: Failure) -> None:
+        speaker = failure.speaker
         speaker.message, speaker.since = failure, 0
         if len(speaker.failures) < _MOST_ERRORS:
             speaker.failures.append(failure)
@@ -702,13 +709,6 @@ def exception_in(text: str) -> tuple[str, str]:
     """Type and message of the last line of a traceback; two empty texts for any other line."""
     found = _EXCEPTION.match(text)
     return error_in(text) or ((found["type"].rpartition(".")[2], found["message"] or "") if found else ("", ""))
-
-
-def _lines_in(text: str) -> list[str]:
-    """The lines that a line has, if it is JSON of a logger or Docker, or if two ranks wrote it."""
-    if text.startswith('{"'):
-        return _of_json(text)
-    return _GLUED.split(text)
 
 
 def _of_json(text: str) -> list[str]:

@@ -312,12 +312,11 @@ _NAN = (
 def _not_finite(job: Job) -> Iterator[Finding]:
     """The first loss that has no value."""
     lost = {rank: found for rank, steps in job.steps.items() if (found := _first_not_finite(steps))}
-    without = next((speaker for speaker in job.speakers if speaker.no_value is not None), None)
-    if not lost and without is not None and without.no_value is not None:
-        line, said = without.no_value
-        where = f"line {line:,} of {_file(without.path)}"
-        yield Finding("nan_loss", f"the loss is {said} in {where}", f"{where}: loss {said}", *_NAN)
-    if not lost:
+    if not lost:  # of trainers that tell no step
+        without = [(speaker.path, *speaker.no_value) for speaker in job.speakers if speaker.no_value]
+        for path, line, said in without[:1]:
+            where = f"line {line:,} of {_file(path)}"
+            yield Finding("nan_loss", f"the loss is {said} in {where}", f"{where}: loss {said}", *_NAN)
         return
     rank = min(lost, key=lambda number: lost[number][0])
     step, loss = lost[rank]
@@ -394,25 +393,25 @@ def _failed(job: Job, explains: Set[str]) -> Iterator[Finding]:
     else:
         how = "failed in the same way" if len(same) > 1 else "failed first" if others and ordered else "failed"
         title, name = f"{who} {how}: {shorter(first.says, 120)}{where}{rest}", "first_failure"
-        cause = "this rank raised an exception or exited"
-        if others:
-            lost = "; the others lost a peer, or torchrun ended them"
-            cause += lost if ordered else "; who failed first cannot be told: the lines have no times"
-        if first.follows:
-            cause = (
-                "it lost the connection to another rank, or was ended because of it; the failure of that rank is not in"
-            )
-            cause += " these files, or left no message (killed, or its node failed)"
-        fix = f"read the traceback in {_file(first.speaker.path)}"
-        fix += f", line {first.order:,}" if first.order else ""
-        if not first.text:
-            fix = f"read what {who} wrote last; srun --label and torchrun --tee 3 say who wrote a line"
-        if first.follows:
-            fix = "look at the logs of the other ranks and nodes, and for oom-kill and Xid in `dmesg` of their nodes"
+        cause, fix = (
+            _FOLLOWS if first.follows else ("this rank raised an exception or exited", _where_to_read(first, who))
+        )
+        if others and not first.follows:
+            lost = "the others lost a peer, or torchrun ended them"
+            cause += f"; {lost if ordered else 'who failed first cannot be told: the lines have no times'}"
         if not first.text and first.root:
-            fix = "torchrun saw no traceback: add its --log-dir, or decorate main with"
-            fix += " torch.distributed.elastic.multiprocessing.errors.record"
+            fix = (
+                "torchrun saw no traceback: add its --log-dir, or decorate main with"
+                " torch.distributed.elastic.multiprocessing.errors.record"
+            )
     yield Finding(name, title, says, cause, fix, ranks=tuple(sorted(ranks)[:_SHOWN]))
+
+
+def _where_to_read(failure: Failure, who: str) -> str:
+    if not failure.text:
+        return f"read what {who} wrote last; srun --label and torchrun --tee 3 say who wrote a line"
+    line = f", line {failure.order:,}" if failure.order else ""
+    return f"read the traceback in {_file(failure.speaker.path)}{line}"
 
 
 def _line_of(known: KnownError, failure: Failure) -> str:
@@ -502,6 +501,11 @@ _KILL = (
     "the process was killed from outside: by the kernel because memory ran out, by a scheduler or a person",
     "look for oom-kill in the output of Slurm, in `dmesg`, or for OOMKilled in `kubectl describe pod`; load less data"
     " in each rank, use fewer workers of the data loader, or ask for more memory of the host",
+)
+_FOLLOWS = (
+    "it lost the connection to another rank, or was ended because of it; the failure of that rank is not in these"
+    " files, or left no message (killed, or its node failed)",
+    "look at the logs of the other ranks and nodes, and for oom-kill and Xid in `dmesg` of their nodes",
 )
 _BUS_ERROR = (
     "a page of memory could not be provided: most often /dev/shm is full, which has 64 MB in a container",
