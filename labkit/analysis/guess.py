@@ -76,11 +76,8 @@ def _owner(owner: str) -> Guessable:
     def measured(state: RunState, rank: int) -> float | None:
         return state.ranks[rank].owners.get(owner)
 
-    def predicted(state: RunState, rank: int) -> float | None:
-        found = _plan(state).get(rank)
-        return found.memory_bytes.get(owner) if found else None
-
-    return Guessable(f"{owner}_mb", f"memory of the {owner}", "MiB", MIB, measured, predicted)
+    planned = _planned(lambda rank: rank.memory_bytes.get(owner))
+    return Guessable(f"{owner}_mb", f"memory of the {owner}", "MiB", MIB, measured, planned)
 
 
 @per_revision
@@ -88,14 +85,14 @@ def _plan(state: RunState) -> dict[int, PredictedRank]:
     return {predicted.rank: predicted for predicted in state.prediction.ranks} if state.prediction else {}
 
 
-def _planned_peak(state: RunState, rank: int) -> float | None:
-    found = _plan(state).get(rank)
-    return found.peak_memory_bytes if found else None
+def _planned(value: Callable[[PredictedRank], float | None]) -> Value:
+    """What the lab has predicted of a rank."""
 
+    def predicted(state: RunState, rank: int) -> float | None:
+        found = _plan(state).get(rank)
+        return value(found) if found else None
 
-def _planned_traffic(state: RunState, rank: int) -> float | None:
-    found = _plan(state).get(rank)
-    return found.comm_bytes_per_step if found else None
+    return predicted
 
 
 def _planned_step(state: RunState, rank: int) -> float | None:
@@ -141,7 +138,7 @@ _OF_RANK = (
         "MiB",
         MIB,
         measured=lambda state, rank: state.ranks[rank].peak_memory,
-        predicted=_planned_peak,
+        predicted=_planned(lambda rank: rank.peak_memory_bytes),
         parts=_at_peak,
         where="at the peak of a step",
     ),
@@ -152,7 +149,7 @@ _OF_RANK = (
         "MiB",
         MIB,
         measured=lambda state, rank: state.ranks[rank].bytes_per_step,
-        predicted=_planned_traffic,
+        predicted=_planned(lambda rank: rank.comm_bytes_per_step),
         parts=_operations,
         where="sent per step",
     ),

@@ -21,7 +21,6 @@ from labkit.record.writer import PHASES
 
 if TYPE_CHECKING:
     from labkit.record.reader import Column
-    from labkit.record.state import RunState
 
 
 # ---- the figures of speed

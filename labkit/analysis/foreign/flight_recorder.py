@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path, PurePath
@@ -209,22 +209,6 @@ Kind = Literal["missing", "unmatched", "operation", "size", "dtype", "state", "s
 
 
 @dataclass(frozen=True)
-class Problem:
-    """The first collective of a group that cannot complete. `ranks` are those that miss it or differ from the others,
-    all if every rank is stuck in it, those without a dump if it cannot be decided: none if its members are not
-    recorded. `entries` are the calls of the ranks that have it, and `difference` says how two of them differ."""
-
-    kind: Kind
-    group: str
-    description: str
-    members: tuple[int, ...]
-    entry: Entry
-    ranks: tuple[int, ...]
-    entries: Mapping[int, Entry]
-    difference: str = ""
-
-
-@dataclass
 class Group:
     """A process group: its members, whether they are `recorded`, those of them without a dump, and the calls of each
     rank by their number. `first` is the oldest number that all ranks still have in their buffers."""
@@ -232,10 +216,31 @@ class Group:
     name: str
     description: str
     members: tuple[int, ...]
-    recorded: bool
-    without_dump: tuple[int, ...]
-    calls: Mapping[int, Mapping[int, Sequence[Entry]]]
-    first: int
+    recorded: bool = True
+    without_dump: tuple[int, ...] = ()
+    calls: Mapping[int, Mapping[int, Sequence[Entry]]] = field(default_factory=dict)
+    first: int = 0
+
+    @property
+    def words(self) -> str:
+        """`group 3 (tp)`."""
+        described = f" ({self.description})" if self.description not in ("", "undefined", self.name) else ""
+        return f"group {self.name or 'without a name'}{described}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The first collective of a group that cannot complete, or a message between its two members. `ranks` are those
+    that miss it or differ from the others, all if every rank is stuck in it, those without a dump if it cannot be
+    decided: none if its members are not recorded. `entries` are the calls of the ranks that have it, and `difference`
+    says how two of them differ."""
+
+    kind: Kind
+    group: Group
+    entry: Entry
+    ranks: tuple[int, ...]
+    entries: Mapping[int, Entry]
+    difference: str = ""
 
 
 def groups(dumps: Sequence[Dump]) -> list[Group]:
@@ -284,8 +289,7 @@ def _problem_of(
     last = {rank: calls[-1] for rank, calls in entries.items()}
 
     def found(kind: Kind, ranks: Sequence[int], difference: str = "") -> Problem:
-        entry = last[usual]
-        return Problem(kind, group.name, group.description, group.members, entry, tuple(ranks), last, difference)
+        return Problem(kind, group, last[usual], tuple(ranks), last, difference)
 
     missing = [
         rank
@@ -397,17 +401,16 @@ def unmatched(dumps: Mapping[int, Dump]) -> list[Problem]:
         sends, receives = by_op["send"], by_op["recv"]
         both = min(len(sends), len(receives))
         caller, peer, calls = (source, target, sends) if len(sends) > both else (target, source, receives)
-        pair = (source, target)
-        wrong = next((pair for pair in zip(sends, receives) if pair[0].inputs != pair[1].outputs), None)
+        pair = Group(group, description, (source, target))
+        wrong = next((two for two in zip(sends, receives) if two[0].inputs != two[1].outputs), None)
         if wrong:
             words = (
                 f"rank {source} sends {_in_words(wrong[0].inputs)}, rank {target} expects {_in_words(wrong[1].outputs)}"
             )
-            entries = dict(zip(pair, wrong))
-            found.append(Problem("size", group, description, pair, wrong[0], (target,), entries, words))
+            found.append(Problem("size", pair, wrong[0], (target,), dict(zip(pair.members, wrong)), words))
         elif len(calls) > both and peer in dumps:
             entry = calls[both]
-            found.append(Problem("unmatched", group, description, pair, entry, (peer,), {caller: entry}))
+            found.append(Problem("unmatched", pair, entry, (peer,), {caller: entry}))
     return found
 
 
@@ -426,18 +429,12 @@ def _ranks_in_words(ranks: Sequence[int], of: Sequence[int] = ()) -> str:
     return ranks_in_words(ranks, len(of)) if len(ranks) == len(of) else some_ranks(ranks)
 
 
-def _group_in_words(found: Problem | Group) -> str:
-    name = found.group if isinstance(found, Problem) else found.name
-    described = found.description if found.description not in ("", "undefined", name) else ""
-    return f"group {name or 'without a name'}" + (f" ({described})" if described else "")
-
-
 def _call(entry: Entry) -> str:
     return entry.words + (f" ({entry.where})" if entry.where else "")
 
 
 def _missing(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
-    ranks = _ranks_in_words(found.ranks, found.members)
+    ranks = _ranks_in_words(found.ranks, found.group.members)
     called = _call(found.entry)
     if found.kind == "unmatched":
         called = f"{'recv' if found.entry.op.startswith('send') else 'send'} for {called}"
@@ -450,8 +447,8 @@ def _missing(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
     states = ", ".join(f"{count} {state}" for state, count in Counter(e.state for e in found.entries.values()).items())
     return Finding(
         name="missing_in_collective",
-        title=f"{ranks} never called {called} of {_group_in_words(found)}",
-        evidence=f"{_ranks_in_words([*found.entries], found.members)} called it ({states}){newest}",
+        title=f"{ranks} never called {called} of {found.group.words}",
+        evidence=f"{_ranks_in_words([*found.entries], found.group.members)} called it ({states}){newest}",
         cause=f"rank {first} waits in a collective of another group, which its peers call in a different order"
         if elsewhere
         else f"rank {first} took a different branch, failed, exited, or is still busy before this call",
@@ -473,12 +470,12 @@ _DIFFERENT = {
 def _different(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
     what, cause = _DIFFERENT[found.kind]
     where = found.entries[found.ranks[0]].where if found.ranks[0] in found.entries else ""
-    ranks = _ranks_in_words(found.ranks, found.members)
+    ranks = _ranks_in_words(found.ranks, found.group.members)
     return Finding(
         name="collective_mismatch",
-        title=f"{ranks} called {_call(found.entry)} of {_group_in_words(found)} with {what}"
+        title=f"{ranks} called {_call(found.entry)} of {found.group.words} with {what}"
         if found.kind != "operation"
-        else f"{ranks} called {what} than the others as {_call(found.entry)} of {_group_in_words(found)}",
+        else f"{ranks} called {what} than the others as {_call(found.entry)} of {found.group.words}",
         evidence=found.difference + (f"; rank {found.ranks[0]} called it at {where}" if where else ""),
         cause=f"collectives are matched only by their order; {cause}",
         fix="make operation, shape and dtype the same on every rank at that line; run again with"
@@ -502,7 +499,7 @@ def _state(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
         fix = f"look at the next collective of rank {late[0]}, and at its links (NCCL_DEBUG=INFO)"
     return Finding(
         name="collective_in_different_states",
-        title=f"{_call(found.entry)} of {_group_in_words(found)} is only {state} on {ranks}",
+        title=f"{_call(found.entry)} of {found.group.words} is only {state} on {ranks}",
         evidence="; ".join(f"{name} on {_ranks_in_words(those)}" for name, those in by_state.items())
         + "; all called it with the same sizes",
         cause=cause,
@@ -515,9 +512,8 @@ def _stuck(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
     started = found.entry.state == "started"
     return Finding(
         name="collective_stuck",
-        title=f"{_call(found.entry)} of {_group_in_words(found)} was {found.entry.state} on every rank and did not"
-        " complete",
-        evidence=f"{_ranks_in_words([*found.entries], found.members)} called it with the same sizes and dtypes",
+        title=f"{_call(found.entry)} of {found.group.words} was {found.entry.state} on every rank and did not complete",
+        evidence=f"{_ranks_in_words([*found.entries], found.group.members)} called it with the same sizes and dtypes",
         cause="the ranks agree, so the transfer itself does not progress: a link, a network card, or a GPU failed"
         if started
         else "the GPUs have not reached it: earlier kernels, or collectives of other groups, block their streams",
@@ -542,7 +538,7 @@ def _undecided(found: Problem, dumps: Mapping[int, Dump]) -> Finding:
     return Finding(
         name="collective_undecided",
         kind="unseen",
-        title=f"{_call(found.entry)} of {_group_in_words(found)} did not complete, and {why}",
+        title=f"{_call(found.entry)} of {found.group.words} did not complete, and {why}",
         evidence=f"{callers} called it{alike}",
         cause=cause,
         fix=fix,
@@ -659,14 +655,14 @@ def _newest(calls: Mapping[int, Sequence[Entry]]) -> Entry:
 
 
 def _group_table(found: Sequence[Group], problems: Sequence[Problem]) -> Table:
-    first = {(problem.group, problem.members): problem for problem in reversed(problems)}
+    first = {(problem.group.name, problem.group.members): problem for problem in reversed(problems)}
     rows = []
     for group in found[: 4 * _MOST_ROWS]:
         newest = [max(calls) for calls in group.calls.values()]
         problem = first.get((group.name, group.members))
         rows.append(
             (
-                _group_in_words(group),
+                group.words,
                 str(len(group.members)),
                 f"#{max(newest)}" if min(newest) == max(newest) else f"#{min(newest)} to #{max(newest)}",
                 "all completed" if problem is None else f"{problem.entry.words}: {problem.kind}",
@@ -726,8 +722,8 @@ def _figures(dumps: Mapping[int, Dump], found: Sequence[Group], problems: Sequen
         "problems": [
             {
                 "kind": problem.kind,
-                "group": problem.group,
-                "group_ranks": list(problem.members),
+                "group": problem.group.name,
+                "group_ranks": list(problem.group.members),
                 "collective": problem.entry.op,
                 "number": problem.entry.number,
                 "ranks": list(problem.ranks),
