@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from labkit.analysis.diagnose.finding import Finding, one_of, shorter, texts
+from labkit.analysis.diagnose.finding import Finding, one_of, shorter
 from labkit.analysis.diagnose.hang import (
     ALIKE,
     APART,
@@ -55,7 +55,7 @@ _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 def known_error(state: RunState) -> Iterator[Finding]:
     """The first error whose message identifies the cause, that of the rank that failed first before all others."""
     failure = state.failure
-    for rank, text in texts(state):
+    for rank, text in _texts(state):
         known = next((known for known in KNOWN_ERRORS if _says(state, known, rank, text)), None)
         if known is not None:
             if failure is not None and rank in (None, failure.rank):
@@ -68,6 +68,20 @@ def known_error(state: RunState) -> Iterator[Finding]:
             evidence = _evidence(known, text)
             yield Finding(known.name, f"{whose}{known.title}{where}", evidence, known.cause, known.fix, ranks=ranks)
             return
+
+
+def _texts(state: RunState) -> list[tuple[int | None, str]]:
+    """Error messages with their rank, each text once: the first failure's, then the other ranks', then torchrun's."""
+    rank_of: dict[str, int | None] = {}
+    if state.failure is not None:
+        rank_of[f"{state.failure.type}: {state.failure.message}"] = state.failure.rank
+    for rank in state.ranks.values():
+        if rank.error:
+            rank_of.setdefault(f"{rank.error.type}: {rank.error.message}", rank.rank)
+    for number, failed in (state.status.failures or {}).items():
+        rank_of.setdefault(str(failed.message), int(number))
+    rank_of.setdefault(str(state.status.message or ""), None)
+    return [(rank, text) for text, rank in rank_of.items()]
 
 
 def _says(state: RunState, known: KnownError, rank: int | None, text: str) -> bool:
@@ -340,7 +354,7 @@ def mismatch(state: RunState) -> Iterator[Finding]:
     failed, waits = state.failure is not None, waiting(state)
     if (not failed and not waits) or surplus_calls(state):
         return
-    reported = next(((rank, text) for rank, text in texts(state) if MISMATCH.search(text)), None)
+    reported = next(((rank, text) for rank, text in _texts(state) if MISMATCH.search(text)), None)
     events = {
         rank.rank: event for rank in state.ranks.values() if (event := rank.error or waits.get(rank.rank)) is not None
     }

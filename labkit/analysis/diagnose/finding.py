@@ -1,8 +1,7 @@
-"""The Finding itself, helpers that several rules share, and the fixes for the script that ran."""
+"""The Finding itself, and the fixes for the script that ran."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -10,9 +9,6 @@ from labkit.record.documents import FindingFigures
 
 if TYPE_CHECKING:
     from labkit.record.state import RunState
-
-
-# ---- the Finding itself, and helpers that several rules share
 
 
 DDP = "DistributedDataParallel"  # the class name, as the probe records it
@@ -38,27 +34,6 @@ class Finding:
     def recorded(self) -> FindingFigures:
         """The finding as the summary has it."""
         return FindingFigures(**asdict(self) | {"ranks": list(self.ranks)})
-
-
-def texts(state: RunState) -> Iterator[tuple[int | None, str]]:
-    """Error messages with their rank, each text once: the first failure's, then the other ranks', then torchrun's."""
-    known: set[str] = set()
-    for rank, text in _texts(state):
-        if text not in known:
-            known.add(text)
-            yield rank, text
-
-
-def _texts(state: RunState) -> Iterator[tuple[int | None, str]]:
-    failure = state.failure
-    if failure is not None:
-        yield failure.rank, f"{failure.type}: {failure.message}"
-    for rank in state.ranks.values():
-        if rank.error:
-            yield rank.rank, f"{rank.error.type}: {rank.error.message}"
-    for number, failed in (state.status.failures or {}).items():
-        yield int(number), str(failed.message)
-    yield None, str(state.status.message or "")
 
 
 def shorter(text: str, most: int = 300) -> str:
