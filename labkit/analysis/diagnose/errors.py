@@ -22,6 +22,7 @@ from labkit.analysis.diagnose.hang import (
     group_of,
     hang,
     in_words,
+    named,
     on_hosts,
     operations,
     pending_operations,
@@ -396,8 +397,9 @@ def left_early(state: RunState) -> Iterator[Finding]:
         where, op = place_of(waits[first.rank]), first_pending(waits[first.rank])
     else:
         where, op = (place_of(first.error), failed_in(first.error)) if first.error else ("", None)
-    doing = (" in " + in_words({**op, "sizes": []}) if op else "") + (f" ({where})" if where else "")
-    waited = f"{ranks_in_words(held_up)} {'waited' if failure is not None else 'wait' if len(held_up) > 1 else 'waits'}"
+    doing = (" in " + named(op) if op else "") + (f" ({where})" if where else "")
+    verb = "wait" if len(held_up) > 1 else "waits"
+    waited = f"{ranks_in_words(held_up)} {verb if failure is None else 'waited'}"
     code = " with code 0" if all(state.ranks[number].exit_code == 0 for number in ended) else ""
     yield Finding(
         name="left_early",

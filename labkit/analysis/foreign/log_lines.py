@@ -267,7 +267,9 @@ class Speaker:
     def failure(self) -> Failure | None:
         """What it ended with: the last error of a rank that follows from no other; of several ranks, the first one."""
         own = [failure for failure in self.failures if not failure.follows] or self.failures[-1:]
-        return None if not own else own[0] if self.several else own[-1]
+        if not own:
+            return None
+        return own[0] if self.several else own[-1]
 
     @property
     def name(self) -> str:
@@ -522,7 +524,8 @@ class _Reader:
         if text.startswith((_TRACEBACK, "Exception in thread")) or (_TRACEBACK in text and not speaker.open):
             self._close(speaker)
             lead, begins, rest = text.partition(_TRACEBACK)
-            speaker.lead = speaker.lead if text.startswith(_TRACEBACK) else _DIGITS.sub("0", lead) if begins else ""
+            if not text.startswith(_TRACEBACK):
+                speaker.lead = _DIGITS.sub("0", lead) if begins else ""
             speaker.begun = self._log.lines
             speaker.open = [begins + rest or text]
         elif speaker.open:

@@ -189,7 +189,9 @@ class Job:
         """By rank the steps that it has told; a job whose lines do not say their rank has told them as rank 0."""
         steps: dict[int, dict[int, Logged]] = {}
         for speaker in self.speakers:
-            rank = speaker.rank if speaker.rank is not None else 0 if not self.ranks else None
+            rank = speaker.rank
+            if rank is None and not self.ranks:
+                rank = 0
             if speaker.steps and rank is not None:
                 steps.setdefault(rank, {}).update(speaker.steps)
         return dict(sorted(steps.items()))
