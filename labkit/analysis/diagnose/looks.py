@@ -399,15 +399,19 @@ def synchronised(state: RunState) -> list[list[RankState]]:
     """The ranks that average their gradients: those of each DDP group, or all of them if a script all-reduces the
     gradients of equal replicas by itself."""
     ranks = _training(state)
-    groups = sorted({tuple(model.ranks) for rank in ranks for model in _models(rank) if model.ranks})
-    if groups:
-        return [[rank for rank in ranks if rank.rank in group] for group in groups]
+    if groups := _ddp_groups(ranks):
+        return groups
     if len(ranks) < state.world_size or not _all_reduces_gradients(ranks):
         return []
     if any(_apart(ranks, step, _names(ranks[0], "parameter")) for step in (0, *_common_steps(ranks))):
         return []  # they are no replicas
     sent = [rank.traffic.ops["all_reduce"].bytes - _FP32 * _elements(rank) for rank in ranks if rank.traffic]
     return [ranks] if all(0 <= more <= _MORE for more in sent) else []
+
+
+def _ddp_groups(ranks: Sequence[RankState]) -> list[list[RankState]]:
+    groups = sorted({tuple(model.ranks) for rank in ranks for model in _models(rank) if model.ranks})
+    return [[rank for rank in ranks if rank.rank in group] for group in groups]
 
 
 def _all_reduces_gradients(ranks: Sequence[RankState], separate: bool = False) -> bool:
@@ -1501,11 +1505,8 @@ def _in_words(name: str) -> str:
 def _averaging(state: RunState) -> Iterator[list[RankState]]:
     """Ranks that average the gradients of one model: those of a DDP group, or of a sharded model."""
     ranks = _training(state)
-    groups = {tuple(model.ranks) for rank in ranks for model in _models(rank) if model.ranks}
-    for group in sorted(groups):
-        members = [rank for rank in ranks if rank.rank in group]
-        if len(members) > 1:
-            yield members
+    groups = _ddp_groups(ranks)
+    yield from (members for members in groups if len(members) > 1)
     if not groups and len(ranks) > 1 and all(any(model.sharded for model in _models(rank)) for rank in ranks):
         yield ranks
 

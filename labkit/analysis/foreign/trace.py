@@ -447,8 +447,8 @@ def _fill(profile: Profile, collected: _Collector) -> None:
     if len(gpu):
         launched = _launched(np.array(launched), launches).tolist()
     for call, moment in zip(collected.calls, launched):
-        times = {"start": seconds(call.start), "end": seconds(call.end), "launched": seconds(moment)}
-        profile.calls.append(call._replace(**times))
+        start, end = seconds(call.start), seconds(call.end)
+        profile.calls.append(call._replace(start=start, end=end, launched=seconds(moment)))
     profile.calls.sort(key=lambda call: call.start)
 
 
