@@ -292,7 +292,7 @@ class Efficiency:
             found.append(f"{self.samples_per_second:,.0f} samples/s")
         if self.tokens_per_second is not None:
             found.append(f"{self.tokens_per_second:,.0f} tokens/s")
-        return found + ([f"{words} per device" for words in (self.computed,) if words])
+        return [*found, f"{self.computed} per device"] if self.computed else found
 
     @property
     def computed(self) -> str:

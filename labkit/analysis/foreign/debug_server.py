@@ -91,10 +91,9 @@ def _counters(section: str) -> dict[str, dict[str, Any]]:
 
 
 def _findings(newest: Dump, earlier: Sequence[Dump]) -> Iterator[Finding]:
-    answered = {rank: stack for rank, stack in newest.stacks.items() if not stack.why}
     silent = [rank for rank, stack in newest.stacks.items() if stack.why]
-    inside = [rank for rank, stack in answered.items() if stack.collective]
-    away = [rank for rank, stack in answered.items() if not stack.collective]
+    inside = [rank for rank, stack in newest.stacks.items() if stack.collective]
+    away = [rank for rank, stack in newest.stacks.items() if not stack.collective and not stack.why]
     if silent:
         yield _without(newest, silent)
     if inside and away:
@@ -186,9 +185,7 @@ def explain(dumps: Sequence[Dump]) -> Page:
                 {"rank": rank, "at": stack.at or None, "collective": stack.collective or None, "why": stack.why or None}
                 for rank, stack in sorted(newest.stacks.items() if newest else ())
             ],
-            "counters": {str(rank): values for rank, values in with_counters[-1].counters.items()}
-            if with_counters
-            else {},
+            "counters": {str(rank): values for dump in with_counters[-1:] for rank, values in dump.counters.items()},
         },
     )
 

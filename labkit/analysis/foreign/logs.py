@@ -630,8 +630,8 @@ def _failed_gpus(job: Job) -> Iterator[Finding]:
 
 def _stopped(job: Job, after_failure: bool) -> Iterator[Finding]:
     """What a scheduler ended."""
-    memory = any(_out_of_host_memory(job))
-    if job.kubernetes and not memory and not after_failure and not any(map(POD_STOPPED.search, job.kubernetes)):
+    stopped = next(filter(POD_STOPPED.search, job.kubernetes), "")
+    if job.kubernetes and not stopped and not after_failure and not any(_out_of_host_memory(job)):
         yield Finding("killed", "a container was killed (SIGKILL, exit code 137)", job.kubernetes[0], *_KILL)
     end = _cancelled(job)
     if end is not None and (end["why"] or not after_failure):
@@ -647,11 +647,11 @@ def _stopped(job: Job, after_failure: bool) -> Iterator[Finding]:
     elif job.sent and not after_failure:
         title = f"the job was stopped from outside: torchrun received {job.sent}"
         yield Finding("stopped_by_scheduler", title, job.sent_line, *_SENT_FROM.get(job.sent, _SENT_FROM["SIGTERM"]))
-    for line in list(filter(POD_STOPPED.search, job.kubernetes))[:1]:
+    if stopped:
         yield Finding(
             "stopped_by_scheduler",
             "Kubernetes ended a pod",
-            line,
+            stopped,
             "its node failed or was needed for a pod of higher priority, it was short of a resource, or the job reached"
             " activeDeadlineSeconds",
             "save checkpoints and resume from them; set requests equal to limits for memory and ephemeral storage; a"

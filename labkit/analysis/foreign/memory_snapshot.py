@@ -513,16 +513,9 @@ def _figures(unit: Unit) -> dict[str, Any]:
             }
             for oom in device.ooms
         ],
-        "growth": None
-        if growth is None
-        else {
-            "loop": growth.loop,
-            "iterations": growth.iterations,
-            "per_iteration": growth.bytes,
-            "first": growth.first,
-            "last": growth.last,
-            "lines": _held_figures(growth.lines),
-        },
+        "growth": growth._asdict() | {"per_iteration": growth.bytes, "lines": _held_figures(growth.lines)}
+        if growth
+        else None,
     }
 
 

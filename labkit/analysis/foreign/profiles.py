@@ -157,10 +157,12 @@ def _linked(
     """By how much further ranks are ahead that have a collective in common with one whose clock is known."""
     differences: dict[int, list[float]] = defaultdict(list)
     for calls in matched:
-        for known in [rank for rank in calls if rank in ahead][:1]:
-            for rank in calls.keys() - ahead.keys():
-                between = calls[rank].end - calls[known].end + base[rank] - base[known]
-                differences[rank].append(between + ahead[known])
+        known = next((rank for rank in calls if rank in ahead), None)
+        if known is None:
+            continue
+        for rank in calls.keys() - ahead.keys():
+            between = calls[rank].end - calls[known].end + base[rank] - base[known]
+            differences[rank].append(between + ahead[known])
     return {rank: median(values) for rank, values in differences.items()}
 
 
