@@ -21,8 +21,6 @@ from labkit.analysis.diagnose.hang import (
     gone,
     group_of,
     hang,
-    in_words,
-    named,
     on_hosts,
     operations,
     pending_operations,
@@ -387,7 +385,7 @@ def left_early(state: RunState) -> Iterator[Finding]:
     if failure is None:
         pending = pending_operations(waits)
         ended = [rank.rank for rank in state.ranks.values() if rank.exit_code == 0] + list(gone(state))
-        held_up = [number for number in waits if number not in pending or set(pending[number]["ranks"]) & set(ended)]
+        held_up = [number for number in waits if number not in pending or set(pending[number].ranks) & set(ended)]
     else:
         ended, held_up = failure.left, failure.alike
     if not ended or not held_up or any(True for rule in (uneven_inputs, evaluation_on_one_rank) for _ in rule(state)):
@@ -397,7 +395,7 @@ def left_early(state: RunState) -> Iterator[Finding]:
         where, op = place_of(waits[first.rank]), first_pending(waits[first.rank])
     else:
         where, op = (place_of(first.error), failed_in(first.error)) if first.error else ("", None)
-    doing = (" in " + named(op) if op else "") + (f" ({where})" if where else "")
+    doing = (" in " + op.name if op else "") + (f" ({where})" if where else "")
     verb = "wait" if len(held_up) > 1 else "waits"
     waited = f"{ranks_in_words(held_up)} {verb if failure is None else 'waited'}"
     code = " with code 0" if all(state.ranks[number].exit_code == 0 for number in ended) else ""
@@ -435,8 +433,8 @@ def _difference(ops: Mapping[int, list[Call]], different_ops: bool) -> str | Non
     known: dict[tuple[Any, ...], tuple[int, Call]] = {}
     for rank, those in sorted(ops.items()):
         for op in those:
-            before, first = known.setdefault((*group_of(op), op["seq"]), (rank, op))
-            same = first["op"] == op["op"]
-            if (same and op["op"] in ALIKE and first["sizes"] != op["sizes"]) or (different_ops and not same):
-                return f"rank {before} was in {in_words(first)}, rank {rank} in {in_words(op)}"
+            before, first = known.setdefault((*group_of(op), op.seq), (rank, op))
+            same = first.op == op.op
+            if (same and op.op in ALIKE and first.sizes != op.sizes) or (different_ops and not same):
+                return f"rank {before} was in {first.words}, rank {rank} in {op.words}"
     return None

@@ -6,7 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.analysis.diagnose.finding import Finding
 from labkit.analysis.diagnose.looks import surplus_calls
@@ -81,12 +82,12 @@ def _needs(event: Waiting, others: Mapping[int, Waiting]) -> bool:
     message, op = message_of(event), first_pending(event)
     if message is not None:
         return message.peer in others
-    return op is not None and any(rank in others and not _has_called(others[rank], op) for rank in op["ranks"])
+    return op is not None and any(rank in others and not _has_called(others[rank], op) for rank in op.ranks)
 
 
 def _has_called(event: Waiting, op: Call) -> bool:
     calls = (call for call in operations(event) if group_of(call) == group_of(op))
-    return any(call["seq"] > op["seq"] or same(call, op) for call in calls)
+    return any(call.seq > op.seq or same(call, op) for call in calls)
 
 
 def silent(state: RunState) -> dict[int, Silent]:
@@ -135,7 +136,7 @@ def _is_in_collective(event: Waiting) -> bool:
 # ---- collectives
 
 
-class Call(TypedDict):
+class Call(NamedTuple):
     """A collective that a rank has called: `Collective` with defaults for missing fields."""
 
     op: str
@@ -146,19 +147,25 @@ class Call(TypedDict):
     seq: int
     sizes: list[list[int]]
 
+    @property
+    def name(self) -> str:
+        """`all_reduce #10`."""
+        return f"{self.op} #{self.seq}"
+
+    @property
+    def words(self) -> str:
+        """`all_reduce #10 (4×4)`, with the shapes of the rank's inputs."""
+        return self.name + (f" ({_shapes_in_words(self.sizes)})" if self.sizes else "")
+
+
+def _shapes_in_words(sizes: Iterable[Sequence[int]]) -> str:
+    return " and ".join("×".join(map(str, shape)) or "scalar" for shape in sizes)
+
 
 def operations(event: Waiting | Error) -> list[Call]:
     """The collectives of an event; those without a group or number are left out."""
     return [
-        {
-            "op": op.op,
-            "over": op.over,
-            "group": group,
-            "id": op.id,
-            "ranks": tuple(op.ranks or ()),
-            "seq": seq,
-            "sizes": op.sizes or [],
-        }
+        Call(op.op, op.over, group, op.id, tuple(op.ranks or ()), seq, op.sizes or [])
         for op in event.ops or ()
         if (seq := op.seq) is not None and (group := op.group)
     ]
@@ -181,7 +188,7 @@ def place_of(event: Waiting | Error) -> str:
 
 def first_pending(event: Waiting | Error) -> Call | None:
     """The oldest collective that has not completed on this rank."""
-    return next((op for op in operations(event) if not op["over"]), None)
+    return next((op for op in operations(event) if not op.over), None)
 
 
 def failed_in(event: Error) -> Call | None:
@@ -195,23 +202,12 @@ def failed_in(event: Error) -> Call | None:
 
 def group_of(op: Call) -> tuple[Any, ...]:
     """What identifies a group on all of its ranks; two groups may have the same description and the same ranks."""
-    return op["group"], op["id"], op["ranks"]
+    return op.group, op.id, op.ranks
 
 
 def same(call: Call, other: Call) -> bool:
     """Whether two ranks are in the same collective."""
-    return group_of(call) == group_of(other) and (call["seq"], call["op"]) == (other["seq"], other["op"])
-
-
-def in_words(op: Call) -> str:
-    """`all_reduce #10 (4×4)`, with the shapes of the rank's inputs."""
-    shapes = " and ".join("×".join(map(str, shape)) or "scalar" for shape in op["sizes"])
-    return f"{op['op']} #{op['seq']}" + (f" ({shapes})" if shapes else "")
-
-
-def named(op: Call) -> str:
-    """`all_reduce #10`, without shapes."""
-    return in_words({**op, "sizes": []})
+    return group_of(call) == group_of(other) and (call.seq, call.op) == (other.seq, other.op)
 
 
 def group_in_words(description: str, number: str | None, ranks: Iterable[int]) -> str:
@@ -227,7 +223,7 @@ def where(event: Waiting, op: Call | None) -> str:
     at = place(event.stack) or event.phase or "an unknown line"
     if (message := message_of(event)) is not None:
         return f"waits to {_message_in_words(message)} at {at}, {event.step} steps done"
-    return (f"in {in_words(op)} at {at}" if op else f"in no collective, at {at}") + f", {event.step} steps done"
+    return (f"in {op.words} at {at}" if op else f"in no collective, at {at}") + f", {event.step} steps done"
 
 
 def on_hosts(state: RunState, numbers: Iterable[int]) -> str:
@@ -266,10 +262,10 @@ def crossing(events: Mapping[int, Waiting]) -> list[int]:
     """
     messages = messages_of(events)
     pending = {number: op for number, op in pending_operations(events).items() if number not in messages}
-    completed = {number: [op for op in operations(event) if op["over"]] for number, event in events.items()}
+    completed = {number: [op for op in operations(event) if op.over] for number, event in events.items()}
 
     def has_completed(other: int, op: Call) -> bool:
-        return any(group_of(call) == group_of(op) and call["seq"] >= op["seq"] for call in completed[other])
+        return any(group_of(call) == group_of(op) and call.seq >= op.seq for call in completed[other])
 
     def is_elsewhere(other: int, op: Call) -> bool:
         return other in messages or (other in pending and group_of(pending[other]) != group_of(op))
@@ -280,7 +276,7 @@ def crossing(events: Mapping[int, Waiting]) -> list[int]:
             waits = peer in pending or (peer in messages and not meet(messages, number))
             return [peer] if peer is not None and waits else []
         op = pending[number]
-        return [other for other in op["ranks"] if is_elsewhere(other, op) and not has_completed(other, op)]
+        return [other for other in op.ranks if is_elsewhere(other, op) and not has_completed(other, op)]
 
     return _circle({number: waits_for(number) for number in sorted({*messages, *pending})})
 
@@ -292,26 +288,19 @@ def meet(messages: Mapping[int, Collective], number: int) -> bool:
     return other is not None and other.peer == number and other.op != message.op
 
 
-def _circle(following: Mapping[int, list[int]]) -> list[int]:
-    """A cycle in a graph, preferably of two nodes; empty if there is none."""
-    pair = next(
-        ([node, other] for node, others in following.items() for other in others if node in following[other]), []
-    )
-    if pair:
-        return pair
-    done: set[int] = set()
-    for start in following:
-        path, rest = [start], [iter(following[start])] if start not in done else []
-        while rest:
-            node = next(rest[-1], None)
-            if node in path:
-                return path[path.index(node) :]
-            if node is None:
-                done.add(path.pop())
-                rest.pop()
-            elif node not in done:
-                path.append(node)
-                rest.append(iter(following[node]))
+def _circle(waits_for: Mapping[int, list[int]]) -> list[int]:
+    """Ranks of which each waits for the next and the last for the first, two if possible; empty if there are none."""
+    for number, others in waits_for.items():
+        for other in others:
+            if number in waits_for[other]:
+                return [number, other]
+    try:
+        TopologicalSorter(waits_for).prepare()
+    except CycleError as error:
+        named_twice: list[int] = error.args[1]  # each before the one that waits for it, and the first one again
+        circle = named_twice[:0:-1]
+        first = circle.index(min(circle))
+        return circle[first:] + circle[:first]
     return []
 
 
@@ -432,8 +421,7 @@ def _alike(kind: CallKind, other: CallKind) -> bool:
 
 
 def _kind_in_words(kind: CallKind) -> str:
-    shapes = " and ".join("×".join(map(str, shape)) or "scalar" for shape in kind.sizes)
-    inside = ", ".join(filter(None, (shapes, " and ".join(dict.fromkeys(kind.dtypes)))))
+    inside = ", ".join(filter(None, (_shapes_in_words(kind.sizes), " and ".join(dict.fromkeys(kind.dtypes)))))
     return kind.op + (f" ({inside})" if inside else "")
 
 
@@ -557,7 +545,7 @@ def _others_wait(others: Mapping[int, Waiting]) -> str:
     first = min(pending or others)
     at = place(others[first].stack)
     op = pending.get(first)
-    inside = " in " + named(op) if op else ""
+    inside = " in " + op.name if op else ""
     return f"; {ranks_in_words(others)} wait{'s' if len(others) == 1 else ''}{inside}" + (f" ({at})" if at else "")
 
 
@@ -576,7 +564,7 @@ def _crossed(state: RunState) -> Finding | None:
         inside = [
             f"rank {number} waits to {_message_in_words(messages[number])}"
             if number in messages
-            else f"rank {number} is in {named(pending[number])} of {group_in_words(*group_of(pending[number]))}"
+            else f"rank {number} is in {pending[number].name} of {group_in_words(*group_of(pending[number]))}"
             for number in circle
         ]
         title = ", ".join(inside) + ("; each waits for the other" if len(circle) == 2 else "; each waits for the next")
@@ -613,7 +601,7 @@ def _parted(state: RunState) -> Finding | None:
     """Ranks that wait because earlier collectives did not match, which paired silently."""
     held_up = waiting(state)
     parts = apart(state) if held_up else None
-    newest = [op["seq"] for op in pending_operations(held_up).values()]
+    newest = [op.seq for op in pending_operations(held_up).values()]
     if parts is None or (newest and parts.number >= min(newest) and parts.how in ("extra", "branch")):
         return None  # the collective in which they wait is the first that differs
     cause, fix = APART[parts.how]
@@ -758,7 +746,7 @@ def _interleaved(held_up: Mapping[int, Waiting]) -> bool:
     calls: dict[tuple[object, ...], set[str]] = {}
     for number, op in pending_operations(held_up).items():
         at = place(held_up[number].stack)
-        calls.setdefault((group_of(op), op["seq"], at), set()).add(op["op"])
+        calls.setdefault((group_of(op), op.seq, at), set()).add(op.op)
     return any(len(ops) > 1 and key[-1] for key, ops in calls.items())
 
 
@@ -775,9 +763,9 @@ def _waits(state: RunState) -> Finding | None:
     else:
         first, absent = _awaited(pending)
         inside = [number for number, op in pending.items() if same(op, first)]
-        title = f"{ranks_in_words(inside)} waited for {lasts:.0f} s in {in_words(first)}"
+        title = f"{ranks_in_words(inside)} waited for {lasts:.0f} s in {first.words}"
         title += _common_place(held_up[number] for number in inside)
-        everyone = "; all ranks of its group have reached it" if first["ranks"] else ""
+        everyone = "; all ranks of its group have reached it" if first.ranks else ""
         missing = f"; {ranks_in_words(absent)}{on_hosts(state, absent)} never reached it"
         title += missing if absent else everyone
     cause, fix = _nothing_pending(held_up.values()) if not pending else _not_reached(state, held_up, absent)
@@ -822,7 +810,7 @@ def _not_reached(state: RunState, held_up: Mapping[int, Waiting], absent: Iterab
 def is_sharded(held_up: Mapping[int, Waiting]) -> bool:
     """Whether ranks wait in different collectives, and one of them in a gathering or reduction of a sharded model."""
     pending = pending_operations(held_up)
-    differ = len({(group_of(op), op["op"], op["seq"]) for op in pending.values()}) > 1
+    differ = len({(group_of(op), op.op, op.seq) for op in pending.values()}) > 1
     return differ and any("/distributed/fsdp/" in held_up[number].stack for number in pending)
 
 
@@ -830,7 +818,7 @@ def _awaited(pending: Mapping[int, Call]) -> tuple[Call, tuple[int, ...]]:
     """The collective that blocks the others, and its ranks that are not in it; preferably one that waits for a rank in
     no collective."""
     absent = {
-        number: tuple(rank for rank in op["ranks"] if rank not in pending or not same(pending[rank], op))
+        number: tuple(rank for rank in op.ranks if rank not in pending or not same(pending[rank], op))
         for number, op in pending.items()
     }
     inside = {number: sum(same(op, other) for other in pending.values()) for number, op in pending.items()}
