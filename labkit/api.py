@@ -22,8 +22,8 @@ from labkit.plan.spec import Spec
 from labkit.prediction.devices import HERE, device
 from labkit.prediction.predict import predict as plan_of
 from labkit.prediction.scale.advice import advice, laid, training
+from labkit.prediction.scale.atlas import check as check_rows
 from labkit.prediction.scale.atlas import select
-from labkit.prediction.scale.check import check as check_rows
 from labkit.prediction.scale.step import estimate
 from labkit.prediction.timing import modelled, timed
 from labkit.record.follow import Follower

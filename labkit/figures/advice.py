@@ -29,8 +29,7 @@ from labkit.prediction.scale.advice import (
     scaling,
     verdict,
 )
-from labkit.prediction.scale.atlas import NEAR, evidence
-from labkit.prediction.scale.check import FEWEST, Agreement, Checked
+from labkit.prediction.scale.atlas import FEWEST, NEAR, Agreement, Checked, evidence
 from labkit.prediction.scale.layouts import FRAMEWORKS, USABLE, Layout
 from labkit.prediction.scale.step import RESERVED_FOR, Estimate
 

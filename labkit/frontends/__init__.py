@@ -2,8 +2,8 @@
 
 They contain no logic and do not know each other.
 
-- Panel. `frontends/panel/lab.py` is the panel, `frontends/panel/choices.py` has the choices, and asks in a thread
-  whether their data are available, `frontends/panel/compare.py` is the tab that compares,
+- Panel. `frontends/panel/lab.py` is the panel with its choices; it asks in a thread whether their data are
+  available. `frontends/panel/compare.py` is the tab that compares,
   `frontends/panel/recorded.py` has the recorded runs and their time line, `frontends/panel/predict.py` what is shown
   above the charts until there are steps: a prediction or the formulas, then the start of the ranks. It also has the
   button that predicts, in a thread; what is shown is looked up again when a prediction ends, so that one for an
@@ -24,9 +24,9 @@ They contain no logic and do not know each other.
   cells that it is sent. `report` is the only part here that runs in the ranks.
 - Handouts. `frontends/handout/execute.py` runs a lab in a kernel of this Python, over pipes, in a temporary folder,
   or with runs from a folder instead of new ones.
-  `frontends/handout/lab.py` links terms to their definitions; `frontends/handout/clean.py` sanitises the HTML of
-  cells by lists, as the last step. What the lab writes itself is escaped and not sanitised:
-  `frontends/handout/page.py` lays out the results of a run, and assembles the page with plotly.js in it once,
-  gzipped. The content security policy of the page identifies its two programs by their hash.
+  `frontends/handout/page.py` lays out the results of a run and the cells of a lab, links terms to their definitions,
+  and assembles the page with plotly.js in it once, gzipped. `frontends/handout/clean.py` sanitises the HTML of cells
+  by lists, as the last step; what the lab writes itself is escaped and not sanitised. The content security policy of
+  the page identifies its two programs by their hash.
 - Doctor. `frontends/doctor.py` reports what the machine can do.
 """

@@ -23,8 +23,7 @@ then has what the formulas of `analysis/theory/` say.
 - `prediction/tracing/torch_private.py`: the table of torch's private names that a trace needs, like that of the probe
 - `prediction/tracing/own_script.py`: executes a script of the user's own instead: steps, phases and owners are found
   by the hooks of the probe, with the tape as their clock; what such a script hears about GPUs, data loaders and other
-  ranks is there, too
-- `prediction/tracing/guard.py`: refuses what would change anything: an audit hook, and a limit of 0 bytes per file
+  ranks is there, too, and what refuses all that would change anything: an audit hook, and a limit of 0 bytes per file
 
 What depends on the machine is added to a plan whenever it is read: the peak of its devices, and whether the ranks fit
 into their memory (`prediction/predict.py`).
@@ -72,12 +71,12 @@ else, and into a `Layout`, and tries all layouts and all numbers of devices; `pr
 and has its numbers. A `Layout` (`prediction/scale/layouts.py`) is one choice of the table of shardings, of degrees, and
 of a framework, whose row says what it does differently; `prediction/scale/step.py` makes it an `Estimate`, with each
 rule and its source in their docstrings. What an accelerator and a network reach is in `prediction/devices.py`, or in a
-file that describes another machine. `prediction/scale/check.py` compares estimates with published runs; constants that
-were fitted are in these tables only, never next to a case. The formulas of the states are those of `analysis/theory/`,
-and a test compares them with the trace. `figures/advice.py` displays the results.
+file that describes another machine. Constants that were fitted are in these tables only, never next to a case. The
+formulas of the states are those of `analysis/theory/`, and a test compares them with the trace. `figures/advice.py`
+displays the results.
 
 `prediction/scale/published.csv.gz` has published runs on real GPUs, verbatim. `prediction/scale/atlas.py` reads them as
 a `Training`, a `Layout` and what was measured, selects some of them, ranks the layouts of a case, and finds those that
-are near a layout (`evidence`); `figures/atlas.py` displays them. Advice, the exercises of
-`course/exercises/layouts.py` and the claims of `course/claims/computed.py` use it.
+are near a layout (`evidence`); `check` compares estimates with them. `figures/atlas.py` displays them. Advice, the
+exercises of `course/exercises/layouts.py` and the claims of `course/claims/computed.py` use it.
 """

@@ -14,7 +14,7 @@ from labkit.cli import parser as cli
 from labkit.cli.commands import act
 from labkit.course.glossary import TERMS, find, mentions
 from labkit.frontends.handout.clean import Prose
-from labkit.frontends.handout.lab import STUDENT, Terms, page_of
+from labkit.frontends.handout.page import STUDENT, Terms, page_of
 
 NAMES = [term.name for term in TERMS]
 

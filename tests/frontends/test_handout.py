@@ -13,7 +13,7 @@ from nbformat.v4 import new_markdown_cell, new_output
 from labkit import Spec, diff_scripts, write_script
 from labkit.course.exercises import check, exercise
 from labkit.frontends.handout import LabError, RunError, run_page
-from labkit.frontends.handout.lab import STUDENT, TEACHER, page_of
+from labkit.frontends.handout.page import STUDENT, TEACHER, page_of
 from labkit.record.folder import RunFolder
 
 WIDGET = "application/vnd.jupyter.widget-view+json"

@@ -15,7 +15,7 @@ from nbformat.v4 import new_markdown_cell
 from labkit.course import pictures
 from labkit.frontends.handout import run_page
 from labkit.frontends.handout.execute import write
-from labkit.frontends.handout.lab import page_of
+from labkit.frontends.handout.page import page_of
 
 
 @pytest.fixture

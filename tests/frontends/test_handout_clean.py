@@ -16,7 +16,7 @@ from labkit.figures import LIVE, svg
 from labkit.figures.tables import ranks_html
 from labkit.frontends.handout import run_page
 from labkit.frontends.handout.clean import Prose, clean, draw_formulas, output
-from labkit.frontends.handout.lab import page_of
+from labkit.frontends.handout.page import page_of
 from labkit.frontends.magic.cell import RankOutput, Shown
 
 

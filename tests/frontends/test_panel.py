@@ -9,8 +9,7 @@ from panels import reading
 
 from labkit import Spec, SpecError
 from labkit.frontends.panel import predict as prediction
-from labkit.frontends.panel.choices import Choices
-from labkit.frontends.panel.lab import Lab
+from labkit.frontends.panel.lab import Choices, Lab
 from labkit.setup.machine import Gpu, Machine
 from labkit.training.rows import COMMON
 from labkit.training.strategies import STRATEGIES

@@ -10,7 +10,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from labkit.cli import parser as cli
 from labkit.cli.commands import act
-from labkit.frontends.handout.lab import page_of
+from labkit.frontends.handout.page import page_of
 from labkit.record.folder import RunFolder
 
 PLOTLY = "application/vnd.plotly.v1+json"

@@ -14,7 +14,7 @@ from labkit import Run
 from labkit.analysis.guess import FIGURES
 from labkit.course.exercises import LABS as LABS_WITH_EXERCISES
 from labkit.frontends.handout import executed
-from labkit.frontends.handout.lab import STUDENT, page_of
+from labkit.frontends.handout.page import STUDENT, page_of
 from labkit.record.folder import RunFolder
 
 LABS = sorted((ROOT / "labs").glob("[0-9]*.py"))

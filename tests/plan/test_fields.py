@@ -9,7 +9,7 @@ import pytest
 
 from labkit.cli.parser import fields_of, parse
 from labkit.common.arguments import shown
-from labkit.frontends.panel.choices import Choices
+from labkit.frontends.panel.lab import Choices
 from labkit.launch import local
 from labkit.plan.script import command, write_script
 from labkit.plan.spec import SCRIPT, STRATEGY, Spec, SpecError, about

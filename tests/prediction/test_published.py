@@ -15,8 +15,7 @@ from labkit import advise
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.links import communication
 from labkit.prediction.scale.advice import FIELDS, laid, machine_of
-from labkit.prediction.scale.atlas import COLUMNS, RUNS, of_row
-from labkit.prediction.scale.check import check
+from labkit.prediction.scale.atlas import COLUMNS, RUNS, check, of_row
 from labkit.prediction.scale.layouts import FRAMEWORKS, SHARDINGS, Layout, stages
 from labkit.prediction.scale.step import estimate, memory
 

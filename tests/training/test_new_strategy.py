@@ -57,7 +57,7 @@ USES = """
 import json, sys
 from labkit import Spec, run, write_script
 from labkit.analysis.theory.formulas import states, theory
-from labkit.frontends.panel.choices import Choices
+from labkit.frontends.panel.lab import Choices
 from labkit.frontends.panel.predict import plan_html
 from labkit.setup.machine import Machine
 machine = Machine(gpus=(), cores=4, memory=2**34)

@@ -12,10 +12,10 @@ _HOMES = {
     "LabError": "labkit.frontends.handout.execute",
     "RunError": "labkit.frontends.handout.page",
     "class_page": "labkit.frontends.handout.page",
-    "course": "labkit.frontends.handout.lab",
+    "course": "labkit.frontends.handout.page",
     "executed": "labkit.frontends.handout.execute",
     "for_kaggle": "labkit.frontends.handout.execute",
-    "lab_page": "labkit.frontends.handout.lab",
+    "lab_page": "labkit.frontends.handout.page",
     "run_page": "labkit.frontends.handout.page",
     "to_import": "labkit.frontends.handout.execute",
 }

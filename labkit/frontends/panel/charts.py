@@ -188,7 +188,7 @@ class Live:
     def __init__(self, page: HandshakeWidget, lock: AbstractContextManager[Any] | None = None) -> None:
         self.page = page
         self.page.on_msg(self._heard)
-        self.plain = widgets.HTML(layout={"display": "none"})
+        self.plain = widgets.HTML(layout=widgets.HIDDEN)
         self.widget = widgets.VBox([self.page.box, self.plain])
         self._lock = lock or threading.RLock()
         self._state = RunState()
@@ -238,7 +238,7 @@ class Live:
                     self.page.send(message)
             elif self.is_plain and (final or time.monotonic() >= self._next_svg):
                 self._next_svg = time.monotonic() + _SVG_SECONDS
-                self.plain.layout.display = ""
+                widgets.show(self.plain, True)
                 self.plain.value = f'<div class="labkit-plain">{self._plain(state)}</div>'
 
     @property
@@ -255,7 +255,7 @@ class Live:
     def _is_here(self) -> None:
         with self._lock:
             self._here = True
-            self.plain.layout.display = "none"
+            widgets.show(self.plain, False)
 
     def _send_all(self) -> None:
         with self._lock:
@@ -400,9 +400,7 @@ class _Tab:
         self._state = RunState()
         self._waits_for = 0
         self._said = widgets.HTML()
-        hint = "Profile one of the next steps"
-        self._capture = widgets.Button(description="Profile a step", tooltip=hint, disabled=True)
-        self._capture.on_click(lambda _: self._ask())
+        self._capture = widgets.button("Profile a step", "Profile one of the next steps", self._ask, disabled=True)
 
     def _ask(self, snapshot: bool = False) -> None:
         with self._lock:
@@ -424,11 +422,8 @@ class _Tab:
             self._waits_for = 0
 
     def _box(self, name: str, head: list[ipywidgets.Widget], *below: ipywidgets.Widget) -> ipywidgets.Box:
-        row = widgets.HBox([*head, self._said])
-        row.add_class("labkit-tab-head")
-        box = widgets.VBox([row, self.charts.widget, *below])
-        box.add_class(name)
-        return box
+        row = widgets.HBox([*head, self._said], css="labkit-tab-head")
+        return widgets.VBox([row, self.charts.widget, *below], css=name)
 
 
 class TimelineTab(_Tab):
@@ -439,10 +434,8 @@ class TimelineTab(_Tab):
         self._which = widgets.Dropdown(options=[(_NEWEST, 0)], value=0, description="Step", layout={"width": "150px"})
         self._which.observe(lambda _: self.charts.redraw(), "value")
         hint = "Save a trace for ui.perfetto.dev or chrome://tracing"
-        self._export = widgets.Button(description="Save trace", tooltip=hint, disabled=True)
-        self._export.on_click(lambda _: self._save())
-        self._ledger = widgets.HTML()
-        self._ledger.add_class("labkit-comparison")
+        self._export = widgets.button("Save trace", hint, self._save, disabled=True)
+        self._ledger = widgets.HTML(css="labkit-comparison")
         self.widget = self._box("labkit-timeline", [self._capture, self._which, self._export], self._ledger)
 
     def _chosen(self) -> int | None:
@@ -478,23 +471,23 @@ class MemoryTab(_Tab):
         names = ("memory_by_owner", "memory_of_step")
         super().__init__(folder, lock, Charts({name: figures.CHARTS[name] for name in names}, lock))
         hint = "Record a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz)"
-        self._snapshot = widgets.Button(description="Memory snapshot", tooltip=hint, layout={"display": "none"})
-        self._snapshot.on_click(lambda _: self._ask(snapshot=True))
-        self._apart, self._outcome = widgets.HTML(), widgets.HTML(layout={})
-        self._outcome.add_class("labkit-outcome")
+        self._snapshot = widgets.button(
+            "Memory snapshot", hint, lambda: self._ask(snapshot=True), layout=widgets.HIDDEN
+        )
+        self._apart, self._outcome = widgets.HTML(), widgets.HTML(layout={}, css="labkit-outcome")
         self.widget = self._box("labkit-memory", [self._capture, self._snapshot, self._apart], self._outcome)
 
     def draw(self, state: RunState, final: bool = False) -> None:
         """Updates the tab to the state."""
         self._follow(state)
         on_cuda = any(rank.device.startswith("cuda") for rank in state.ranks.values())
-        self._snapshot.layout.display = "" if on_cuda else "none"
+        widgets.show(self._snapshot, on_cuda)
         self._snapshot.disabled = self._capture.disabled
         self._apart.value = _help(apart(state))
         html = outcome_html(state)
         if self._outcome.value != html:
             self._outcome.value = html
-        self._outcome.layout.display = "" if html else "none"
+        widgets.show(self._outcome, bool(html))
         self.charts.draw(state, final)
 
 

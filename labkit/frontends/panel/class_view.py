@@ -73,22 +73,26 @@ class ClassPanel:
 
     def _widget(self) -> Any:
         self.title, self.body, self._said = widgets.HTML(), widgets.HTML(), widgets.HTML()
-        hint = "Numbers in place of names, for the projector"
-        self.hide = widgets.ToggleButton(description="Hide names", tooltip=hint, value=self._class.hide_names)
-        self.hide.add_class("labkit-hide")
+        self.hide = widgets.ToggleButton(
+            description="Hide names",
+            tooltip="Numbers in place of names, for the projector",
+            value=self._class.hide_names,
+            css="labkit-hide",
+        )
         self.hide.observe(lambda change: self._hide(change["new"]), "value")
         hint = "Zips that learners have sent you, into the folder of the class: NAME.zip is the learner NAME"
-        self.upload = widgets.FileUpload(description="Add zips", accept=".zip", multiple=True, tooltip=hint)
-        self.upload.add_class("labkit-upload")
+        self.upload = widgets.FileUpload(
+            description="Add zips", accept=".zip", multiple=True, tooltip=hint, css="labkit-upload"
+        )
         self.upload.observe(lambda change: self._take_in(change["new"]), "value")
         self._added = widgets.HTML()
-        actions = widgets.HBox([self.title, self.upload, self.hide, self._said, Presentation().box])
-        actions.add_class("labkit-actions")
-        widget = widgets.VBox(
-            [style(), widgets.HTML(page.style(), layout={"display": "none"}), actions, self._added, self.body]
+        actions = widgets.HBox(
+            [self.title, self.upload, self.hide, self._said, Presentation().box], css="labkit-actions"
         )
-        widget.add_class("labkit")
-        return widget
+        return widgets.VBox(
+            [style(), widgets.HTML(page.style(), layout=widgets.HIDDEN), actions, self._added, self.body],
+            css="labkit",
+        )
 
     def _take_in(self, files: Sequence[Mapping[str, Any]]) -> None:
         if not files:  # emptied below

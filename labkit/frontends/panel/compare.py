@@ -38,8 +38,7 @@ class ComparisonView:
     """Shows a comparison: its table, charts and remarks, updated while it runs."""
 
     def __init__(self) -> None:
-        self._html = widgets.HTML()
-        self._html.add_class("labkit-comparison")
+        self._html = widgets.HTML(css="labkit-comparison")
         self._shown: tuple[Any, ...] | None = None
         self.widget = self._html
 
@@ -90,8 +89,7 @@ def show_comparison_in_notebook(comparing: Comparing) -> None:
         display(comparison_bundle(comparing), raw=True)
         return
     view = ComparisonView()
-    widget = widgets.VBox([style(), view.widget])
-    widget.add_class("labkit")
+    widget = widgets.VBox([style(), view.widget], css="labkit")
     display(widget)
     static = display({"text/html": "", "text/plain": ""}, raw=True, display_id=True)
     view.follow(comparing, lambda: static.update(comparison_bundle(comparing), raw=True))
@@ -213,15 +211,13 @@ class Card:
     def __init__(self, on_run: Callable[[Question], None]) -> None:
         self.question: Question | None = None
         self._text = widgets.HTML()
-        self.button = widgets.Button()
-        self.button.on_click(lambda _: self.question and on_run(self.question))
-        self.widget = widgets.VBox([self._text, self.button], layout={"display": "none"})
-        self.widget.add_class("labkit-card")
+        self.button = widgets.button("", None, lambda: self.question and on_run(self.question))
+        self.widget = widgets.VBox([self._text, self.button], layout=widgets.HIDDEN, css="labkit-card")
 
     def show(self, question: Question | None) -> None:
         """Shows a question; None hides the card."""
         self.question = question
-        self.widget.layout.display = "" if question else "none"
+        widgets.show(self.widget, question is not None)
         if question:
             self._text.value = f"<h4>{escape(question.title)}</h4><p>{escape(question.look_at)}</p>"
             titles = [STRATEGIES[name].title for name in (BASELINE.name, *question.strategies)]
@@ -247,34 +243,30 @@ class CompareTab:
             for name, row in STRATEGIES.items()
         }
         self._cards = [Card(self._ask) for _ in range(_SHOWN)]
-        self._stop_button = widgets.Button(description="■ Stop", tooltip="Stop the comparison", disabled=True)
-        self._stop_button.on_click(lambda _: self.stop())
-        self._stop_button.add_class("labkit-compare-stop")
+        self._stop_button = widgets.button(
+            "■ Stop", "Stop the comparison", self.stop, disabled=True, css="labkit-compare-stop"
+        )
         self._said = widgets.HTML()
         self._view = ComparisonView()
         self._view.say(_INTRODUCTION)
         # Threads read recorded runs: of what was asked for, only the newest is shown.
         self._lock = threading.Lock()
         self._asked = 0
-        cards = widgets.HBox([card.widget for card in self._cards])
-        cards.add_class("labkit-cards")
-        head = widgets.HBox([self._own_choice(), self._recorded(), self._stop_button, self._said])
-        head.add_class("labkit-compare-head")
-        self.widget = widgets.VBox([cards, head, self._view.widget])
-        self.widget.add_class("labkit-compare")
+        cards = widgets.HBox([card.widget for card in self._cards], css="labkit-cards")
+        head = widgets.HBox(
+            [self._own_choice(), self._recorded(), self._stop_button, self._said], css="labkit-compare-head"
+        )
+        self.widget = widgets.VBox([cards, head, self._view.widget], css="labkit-compare")
 
     def _own_choice(self) -> ipywidgets.Box:
         """A button that opens the checkboxes of all strategies."""
         hint = "Choose the strategies to compare"
         self._choose_button = widgets.ToggleButton(description="Choose yourself", tooltip=hint)
-        self._choose_button.observe(lambda change: _unfold(self._choices, change["new"]), "value")
+        self._choose_button.observe(lambda change: widgets.show(self._choices, change["new"]), "value")
         hint = "Run the selected strategies, one after another"
-        self._start_button = widgets.Button(description="▶ Compare", tooltip=hint)
-        self._start_button.on_click(lambda _: self.start())
-        self._start_button.add_class("labkit-compare-run")
-        boxes = widgets.HBox(list(self._boxes.values()))
-        boxes.add_class("labkit-boxes")
-        self._choices = widgets.VBox([boxes, self._start_button], layout={"display": "none"})
+        self._start_button = widgets.button("▶ Compare", hint, self.start, css="labkit-compare-run")
+        boxes = widgets.HBox(list(self._boxes.values()), css="labkit-boxes")
+        self._choices = widgets.VBox([boxes, self._start_button], layout=widgets.HIDDEN)
         return _popover(self._choose_button, self._choices)
 
     def _recorded(self) -> ipywidgets.Box:
@@ -284,11 +276,10 @@ class CompareTab:
         self._recorded_button.observe(self._disclose, "value")
         self._list = ipywidgets.SelectMultiple(rows=9, description="Recorded runs")
         hint = "Show the table and charts of the selected runs"
-        self._chosen_button = widgets.Button(description="Compare selected", tooltip=hint)
-        self._chosen_button.on_click(lambda _: self._show_chosen())
+        self._chosen_button = widgets.button("Compare selected", hint, self._show_chosen)
         help_ = widgets.HTML(f'<div class="labkit-help">{_HOW_TO_CHOOSE}</div>')
         below = widgets.HBox([self._chosen_button, help_])
-        self._popover = widgets.VBox([self._list, below], layout={"display": "none"})
+        self._popover = widgets.VBox([self._list, below], layout=widgets.HIDDEN)
         return _popover(self._recorded_button, self._popover)
 
     @property
@@ -366,7 +357,7 @@ class CompareTab:
             self._show(0, folders, "Newest comparison in this runs folder. ")
 
     def _disclose(self, change: dict[str, Any]) -> None:
-        _unfold(self._popover, change["new"])
+        widgets.show(self._popover, change["new"])
         if change["new"]:
             self._list.disabled = True  # a choice would be lost when the list is filled
             _in_a_thread(self._list_runs)
@@ -455,13 +446,7 @@ def _popover(button: ipywidgets.ToggleButton, content: ipywidgets.Box) -> ipywid
     """A button with the box that it opens below itself."""
     button.add_class("labkit-compare-more")
     content.add_class("labkit-runs")
-    box = widgets.Box([button, content])
-    box.add_class("labkit-options")
-    return box
-
-
-def _unfold(content: ipywidgets.Box, shown: bool) -> None:
-    content.layout.display = "" if shown else "none"
+    return widgets.Box([button, content], css="labkit-options")
 
 
 def _in_a_thread(work: Callable[[], None]) -> None:

@@ -44,8 +44,9 @@ class GuessFields:
         for field in self.fields.values():
             field.observe(lambda _: self._check(), "value")
         head, self._wrong = widgets.HTML("<b>Your guess</b>"), widgets.HTML()
-        self.widget = widgets.HBox([head, *self.fields.values(), *others, self._wrong], layout={"display": "none"})
-        self.widget.add_class("labkit-guesses")
+        self.widget = widgets.HBox(
+            [head, *self.fields.values(), *others, self._wrong], layout=widgets.HIDDEN, css="labkit-guesses"
+        )
         self._entered: list[Guess] = []
 
     def _check(self) -> None:
@@ -60,7 +61,7 @@ class GuessFields:
 
     def show(self, shown: bool) -> None:
         """Shows or hides the row."""
-        self.widget.layout.display = "" if shown else "none"
+        widgets.show(self.widget, shown)
 
     def enter(self) -> None:
         """Predicts the figures of all fields that are not empty. Raises `ValueError` for a text that is no such
@@ -79,9 +80,9 @@ class GuessFields:
 def _field(name: str) -> ipywidgets.Text:
     figure = FIGURES[name]
     name = f"{figure.label} per rank ({figure.unit})"
-    field = widgets.Text(description=name, placeholder="optional", tooltip=_GUESS_HINT, continuous_update=False)
-    field.add_class("labkit-guess-field")
-    return field
+    return widgets.Text(
+        description=name, placeholder="optional", tooltip=_GUESS_HINT, continuous_update=False, css="labkit-guess-field"
+    )
 
 
 def _number(text: str) -> float | str:
@@ -119,12 +120,11 @@ class Predict:
         self._failed: tuple[Spec | None, str] = (None, "")
         self._untimed: tuple[Spec | None, str] = (None, "")
         self._elsewhere: tuple[Spec | None, str, Plan | None] = (None, "", None)  # the newest plan for another machine
-        self.button = widgets.Button(description=_TITLE, tooltip=_HINT, disabled=True)
-        self.button.on_click(lambda _: self._start())
-        self.button.add_class("labkit-predict")
+        self.button = widgets.button(_TITLE, _HINT, self._start, disabled=True, css="labkit-predict")
         names = [("this machine", HERE), *((name, name) for name in ACCELERATED)]
-        self.machine = widgets.Dropdown(options=names, value=HERE, description="Predict for", tooltip=_FOR)
-        self.machine.add_class("labkit-guess-field")
+        self.machine = widgets.Dropdown(
+            options=names, value=HERE, description="Predict for", tooltip=_FOR, css="labkit-guess-field"
+        )
         self.machine.observe(lambda _: self._move(), names="value")
 
     def allow(self, allowed: bool) -> None:
@@ -229,8 +229,7 @@ class Before:
     """
 
     def __init__(self, chosen: Callable[[], Spec | None], on_prediction: Callable[[Spec, Plan], None]) -> None:
-        self.widget = widgets.HTML(layout={"display": "none"})
-        self.widget.add_class("labkit-before")
+        self.widget = widgets.HTML(layout=widgets.HIDDEN, css="labkit-before")
         self.predict = Predict(chosen, self.plan, self._predicted)
         self.guess = GuessFields(self.predict.machine)
         self._on_prediction = on_prediction
@@ -277,7 +276,7 @@ class Before:
     def _show(self, html: str) -> None:
         if self.widget.value != html:
             self.widget.value = html
-        self.widget.layout.display = "" if html else "none"
+        widgets.show(self.widget, bool(html))
 
 
 def plan_html(spec: Spec, known: Plan | str | None = None, untimed: str = "") -> str:

@@ -56,25 +56,28 @@ class Recorded:
     def __init__(self, on_choice: Callable[[str], None]):
         self._on_choice = on_choice
         self._listing = False
-        hint = "Open and replay a recorded run"
         self.which = widgets.Dropdown(
-            options=[(_NONE, "")], description="Recorded", tooltip=hint, layout={"width": "132px"}
+            options=[(_NONE, "")],
+            description="Recorded",
+            tooltip="Open and replay a recorded run",
+            layout={"width": "132px"},
+            css="labkit-recorded-runs",
         )
         self.which.observe(self._chosen, "value")
-        self.close_button = widgets.Button(description="✕ Close", tooltip="Back to the configuration")
-        self.close_button.on_click(lambda _: self.choose(""))
-        self.close_button.add_class("labkit-close")
-        hint = "Show another run below, always after as many steps"
+        self.close_button = widgets.button(
+            "✕ Close", "Back to the configuration", lambda: self.choose(""), css="labkit-close"
+        )
         self.beside = widgets.Dropdown(
-            options=[(_ALONE, "")], description="In step with", tooltip=hint, layout={"width": "240px"}
+            options=[(_ALONE, "")],
+            description="In step with",
+            tooltip="Show another run below, always after as many steps",
+            layout={"width": "240px"},
+            css="labkit-field",
         )
         self.beside.observe(lambda _: self._listing or self._on_choice(self.which.value), "value")
-        self.which.add_class("labkit-recorded-runs")
-        self.beside.add_class("labkit-field")
         self.title, self._said = widgets.HTML(), widgets.HTML()
-        row = widgets.HBox([self.title, self.beside, self.close_button])
-        row.add_class("labkit-row")
-        self.widget = widgets.VBox([row, self._said], layout={"display": "none"})
+        row = widgets.HBox([self.title, self.beside, self.close_button], css="labkit-row")
+        self.widget = widgets.VBox([row, self._said], layout=widgets.HIDDEN)
         self.refresh()
 
     def refresh(self) -> None:
@@ -232,14 +235,14 @@ class Instead:
 
     def __init__(self, choose: Callable[[str], None]):
         self._name = ""
-        self.button = widgets.Button(description="Open a recorded run", layout={"display": "none"})
-        self.button.add_class("labkit-instead")
-        self.button.on_click(lambda _: choose(self._name))
+        self.button = widgets.button(
+            "Open a recorded run", None, lambda: choose(self._name), layout=widgets.HIDDEN, css="labkit-instead"
+        )
 
     def offer(self, asked: SpecFields | None) -> None:
         """Offers a run of the strategy that was asked for, if there is one; None: nothing is offered any longer."""
         name = shipped_like(asked.strategy or "", asked.nproc or 1) if asked else None
-        self.button.layout.display = "" if name else "none"
+        widgets.show(self.button, name is not None)
         if name:
             self._name, self.button.description = name, f"Open a recorded {STRATEGIES[asked.strategy].title} run"
 
@@ -418,23 +421,23 @@ class OpenTab:
     def __init__(self, on_kept: Callable[[str], None]) -> None:
         self._on_kept = on_kept
         self.paths = widgets.Combobox(
-            description="Files", placeholder="logs/  slurm-1234.out  trace_*.json.gz", continuous_update=False
+            description="Files",
+            placeholder="logs/  slurm-1234.out  trace_*.json.gz",
+            continuous_update=False,
+            css="labkit-paths",
         )
-        self.paths.add_class("labkit-paths")
-        self.button = widgets.Button(description="Open", tooltip="Read the files and say what happened")
+        self.button = widgets.button("Open", "Read the files and say what happened", self.open)
         hint = "Make a run of them, which has a time line and can be compared and exported"
-        self.kept = widgets.Checkbox(value=False, description="Keep as a run", indent=False, tooltip=hint)
-        self.kept.add_class("labkit-kept")
+        self.kept = widgets.Checkbox(
+            value=False, description="Keep as a run", indent=False, tooltip=hint, css="labkit-kept"
+        )
         self._said = widgets.HTML()
-        self.page = widgets.HTML(f'<p class="labkit-empty">{escape(_HINT)}</p>')
-        self.page.add_class("labkit-comparison")
-        self.page.add_class("labkit-explained")
+        self.page = widgets.HTML(
+            f'<p class="labkit-empty">{escape(_HINT)}</p>', css="labkit-comparison labkit-explained"
+        )
         self.page.tabbable = True  # it is scrolled with the keyboard, too
-        bar = widgets.HBox([self.paths, self.button, self.kept, self._said])
-        bar.add_class("labkit-bar")
-        self.widget = widgets.VBox([bar, self.page])
-        self.widget.add_class("labkit-opened")
-        self.button.on_click(lambda _: self.open())
+        bar = widgets.HBox([self.paths, self.button, self.kept, self._said], css="labkit-bar")
+        self.widget = widgets.VBox([bar, self.page], css="labkit-opened")
         self.paths.observe(lambda _: self.open(), "value")  # when Enter is pressed, or a name is chosen
         self._thread: threading.Thread | None = None
         self._kept: tuple[Any, RunFolder] | None = None  # the files that were kept last, with their times, and the run
@@ -523,9 +526,7 @@ class Install:
         self._extra: str | None = None
         self._thread: threading.Thread | None = None
         self._said = ""
-        self.button = widgets.Button(description="Install", layout={"display": "none"})
-        self.button.add_class("labkit-install")
-        self.button.on_click(lambda _: self.start())
+        self.button = widgets.button("Install", None, self.start, layout=widgets.HIDDEN, css="labkit-install")
         self.progress = widgets.HTML()
         self.widget = widgets.HBox([self.button, self.progress])
 
@@ -541,7 +542,7 @@ class Install:
         if extra != self._extra:
             self.progress.value = ""
         self._extra = extra
-        self.button.layout.display = "none" if extra is None else ""
+        widgets.show(self.button, extra is not None)
         if extra is not None:
             self.button.description = f"Install {environment.OPTIONAL[extra]}"
             self.button.tooltip = " ".join(["python3", *setup_command(extra)[1:]])

@@ -30,25 +30,20 @@ class Sources:
     is packed: a recorded run, the Spec that would run, or nothing."""
 
     def __init__(self, chosen: Callable[[], RunFolder | Spec | None]):
-        self.script, self.diff = widgets.HTML(), widgets.HTML()
+        self.script, self.diff = widgets.HTML(css="labkit-code"), widgets.HTML(css="labkit-code")
         self.command, self.nodes, packing = Command(), NodeCommands(), Pack(chosen)
         shown = (self.script, self.diff, self.nodes.widget)
-        for widget in shown:
-            widget.add_class("labkit-code")
         self.script.tabbable = self.diff.tabbable = True  # they are scrolled with the keyboard, too
         names = ("train.py", "Diff to one device", "Several nodes")
-        which = widgets.ToggleButtons(options=list(zip(names, shown)))
-        which.add_class("labkit-which")
-        bar = widgets.HBox([which, packing.widget, self.command.box])
-        bar.add_class("labkit-bar")
-        self.widget = widgets.VBox([bar, self.script])
-        self.widget.add_class("labkit-sources")
+        which = widgets.ToggleButtons(options=list(zip(names, shown)), css="labkit-which")
+        bar = widgets.HBox([which, packing.widget, self.command.box], css="labkit-bar")
+        self.widget = widgets.VBox([bar, self.script], css="labkit-sources")
         which.observe(lambda change: setattr(self.widget, "children", (bar, change["new"])), "value")
 
     def show(self, spec: Spec) -> None:
         """Shows what a Spec would run."""
         self.command.text = command(spec)
-        self.script.value, self.diff.value = script_html(spec), diff_html(spec)
+        self.script.value, self.diff.value = source_html(write_script(spec)), diff_html(spec)
         self.nodes.of(spec)
 
     def show_recorded(self, folder: RunFolder) -> None:
@@ -82,9 +77,10 @@ class NodeCommands:
     def __init__(self) -> None:
         self.nodes = widgets.BoundedIntText(value=2, min=2, max=64, description="Nodes")
         self.endpoint = widgets.Text(value=f"node0:{PORT}", description="Node 0", continuous_update=False)
-        self.said, self._list = widgets.HTML(), widgets.VBox()
-        self.widget = widgets.VBox([widgets.HBox([self.nodes, self.endpoint]), self.said, self._list])
-        self._list.add_class("labkit-nodes")
+        self.said, self._list = widgets.HTML(), widgets.VBox(css="labkit-nodes")
+        self.widget = widgets.VBox(
+            [widgets.HBox([self.nodes, self.endpoint]), self.said, self._list], css="labkit-code"
+        )
         self._commands: list[Command] = []
         for field in (self.nodes, self.endpoint):
             field.observe(lambda _: self._show(), "value")
@@ -114,11 +110,6 @@ class NodeCommands:
         self._list.children = [shown.box for shown in self._commands]
 
 
-def script_html(spec: Spec) -> str:
-    """The generated script of a Spec as HTML."""
-    return source_html(write_script(spec))
-
-
 def source_html(source: str) -> str:
     """Any Python source as HTML."""
     return highlight(source, PythonLexer(), _FORMAT)
@@ -143,12 +134,9 @@ class Pack:
 
     def __init__(self, chosen: Callable[[], RunFolder | Spec | None]):
         self._chosen = chosen
-        self.button = widgets.Button(description="Pack as zip", tooltip=_HINT)
-        self.button.on_click(lambda _: self._start())
-        self.said = widgets.HTML()
+        self.button = widgets.button("Pack as zip", _HINT, self._start, css="labkit-pack")
+        self.said = widgets.HTML(css="labkit-packed")
         self.widget = widgets.HBox([self.button, self.said])
-        self.button.add_class("labkit-pack")
-        self.said.add_class("labkit-packed")
 
     def _start(self) -> None:
         chosen = self._chosen()

@@ -238,16 +238,14 @@ def style() -> ipywidgets.HTML:
     """The panel's style sheet, as a hidden widget."""
     own = ((STATIC / name).read_text(encoding="utf-8") for name in ("panel.css", "presentation.css"))
     css = "".join((machine.style(), *own))
-    return widgets.HTML(f"<style>{css}</style>", layout={"display": "none"})
+    return widgets.HTML(f"<style>{css}</style>", layout=widgets.HIDDEN)
 
 
 class Beside:
     """The picture and the charts of a second recorded run, below those of the first one, each under its name."""
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
-        self.names = [widgets.HTML() for _ in range(2)]
-        for name in self.names:
-            name.add_class("labkit-beside")
+        self.names = [widgets.HTML(css="labkit-beside") for _ in range(2)]
         self.machine, self.charts = MachinePicture(lock), Charts(lock=lock)
         self.drawn = (self.machine, self.charts)
         for live in self.drawn:
@@ -280,37 +278,29 @@ class RunView:
     ):
         self._lock = threading.RLock()
         self.state = RunState()
-        self.words = widgets.HTML(state_html("ready", "quiet"))
-        self.words.add_class("labkit-words")
+        self.words = widgets.HTML(state_html("ready", "quiet"), css="labkit-words")
         self.progress = widgets.HTML(progress_html(self.state))
-        self.finding = widgets.HTML()
-        self.finding.add_class("labkit-above")
-        hint = "Show evidence, cause and fix"
-        self._why = widgets.ToggleButton(description="Why?", tooltip=hint, layout={"display": "none"})
-        self._why.add_class("labkit-why")
+        self.finding = widgets.HTML(css="labkit-above")
+        self._why = widgets.ToggleButton(
+            description="Why?", tooltip="Show evidence, cause and fix", layout=widgets.HIDDEN, css="labkit-why"
+        )
         self._why.observe(lambda _: self._explain(), "value")
-        self._diagnosis = widgets.HTML(layout={"display": "none"})
-        self._diagnosis.add_class("labkit-diagnoses")
-        self._what = widgets.HTML()  # which run is on screen: the configuration may have changed since it started
-        self._what.add_class("labkit-what")
-        self.line = widgets.HBox([self._what, self.finding, self._why])
-        self.line.add_class("labkit-line")
-        self.findings = widgets.VBox([self.line, self._diagnosis])
-        self.findings.add_class("labkit-findings")
+        self._diagnosis = widgets.HTML(layout=widgets.HIDDEN, css="labkit-diagnoses")
+        # which run is on screen: the configuration may have changed since it started
+        self._what = widgets.HTML(css="labkit-what")
+        self.line = widgets.HBox([self._what, self.finding, self._why], css="labkit-line")
+        self.findings = widgets.VBox([self.line, self._diagnosis], css="labkit-findings")
         self.machine = MachinePicture(self._lock)
         self.charts = Charts(lock=self._lock)
         self._before = Before(chosen, self._predicted)
         self.predict, self.guess = self._before.predict, self._before.guess
         self.replay = Replay(self._show_moment, self._lock)
         self._beside: Beside | None = None  # made when a second run is shown for the first time
-        self.live = widgets.VBox(self._alone())
-        self.live.add_class("labkit-live")
+        self.live = widgets.VBox(self._alone(), css="labkit-live")
         self.logs = Logs()
         self.timeline, self.memory = (Tab(lambda: self._folder, self._lock) for Tab in (TimelineTab, MemoryTab))
         hint = "Stop the run and all its processes"
-        self.stop_button = widgets.Button(description="■ Stop", tooltip=hint, disabled=True)
-        self.stop_button.on_click(lambda _: self.stop())
-        self.stop_button.add_class("labkit-stop")
+        self.stop_button = widgets.button("■ Stop", hint, self.stop, disabled=True, css="labkit-stop")
         self._on_over = on_over
         self._job: Job | None = None
         self._folder: RunFolder | None = None  # of the run that `state` is of
@@ -511,9 +501,9 @@ class RunView:
         """Shows all findings in detail while *Why?* is pressed."""
         with self._lock:
             found = findings(self.state)
-            self._why.layout.display = "" if found else "none"
+            widgets.show(self._why, bool(found))
             shown = bool(found) and self._why.value
-            self._diagnosis.layout.display = "" if shown else "none"
+            widgets.show(self._diagnosis, shown)
             if shown:
                 self._diagnosis.value = findings_html(found)
 
@@ -584,14 +574,12 @@ def _live(run: Run) -> None:
 
     static: list[StaticFigures] = []
     view = RunView(lambda name, state: static[0].fill(name, state))
-    actions = widgets.HBox([view.stop_button, view.words, view.progress, Presentation().box])
-    actions.add_class("labkit-actions")
+    actions = widgets.HBox([view.stop_button, view.words, view.progress, Presentation().box], css="labkit-actions")
     tabs = ipywidgets.Tab([view.live, view.logs.widget, view.timeline.widget, view.memory.widget])
     for number, title in enumerate(("Live", "Logs", "Timeline", "Memory")):
         tabs.set_title(number, title)
     tabs.add_class("labkit-tabs")
-    widget = widgets.VBox([style(), actions, tabs])
-    widget.add_class("labkit")
+    widget = widgets.VBox([style(), actions, tabs], css="labkit")
     view.shown()
     display(widget)
     static.append(StaticFigures())

@@ -5,6 +5,7 @@ with a program of our own in the page, and the state of a run as short HTML frag
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,16 @@ from labkit.analysis.metrics import seconds_left
 from labkit.common.text import escape
 from labkit.common.units import counted
 from labkit.record.state import RunState
-from labkit.setup.machine import Machine
 from labkit.training.strategies import STRATEGIES
 
 # ---- the widgets of ipywidgets: a page needs milliseconds for every model, and by default each widget has three. One
 # that is hidden or sized gets a `layout` of its own
 
 
-def _made(kind: type[ipywidgets.Widget], *values: Any, **traits: Any) -> Any:
-    return kind(*values, **{name: _shared(of) for name, of in _looks(kind).items() if name not in traits}, **traits)
+def _made(kind: type[ipywidgets.Widget], *values: Any, css: str = "", **traits: Any) -> Any:
+    """A widget with the classes `css` of the style sheet, separated by spaces."""
+    looks = {name: _shared(of) for name, of in _looks(kind).items() if name not in traits}
+    return kind(*values, _dom_classes=css.split(), **looks, **traits)
 
 
 @cache
@@ -53,13 +55,25 @@ def _refuse(change: dict[str, Any]) -> None:
     raise TypeError(f"{change['name']} would change in many widgets; make this one with a layout of its own")
 
 
+def button(name: str, hint: str | None, press: Callable[[], object], **traits: Any) -> Any:
+    """A button that calls `press` when it is clicked; `hint` is its tooltip."""
+    made = _made(ipywidgets.Button, description=name, tooltip=hint, **traits)
+    made.on_click(lambda _: press())
+    return made
+
+
+def show(widget: ipywidgets.Widget, shown: bool) -> None:
+    """Shows or hides a widget, which has a layout of its own."""
+    widget.layout.display = "" if shown else "none"
+
+
+HIDDEN = {"display": "none"}
 HTML = partial(_made, ipywidgets.HTML)
 Box, HBox, VBox = (partial(_made, kind) for kind in (ipywidgets.Box, ipywidgets.HBox, ipywidgets.VBox))
-Button, ToggleButton = partial(_made, ipywidgets.Button), partial(_made, ipywidgets.ToggleButton)
-ToggleButtons, Dropdown = partial(_made, ipywidgets.ToggleButtons), partial(_made, ipywidgets.Dropdown)
+ToggleButton, ToggleButtons = partial(_made, ipywidgets.ToggleButton), partial(_made, ipywidgets.ToggleButtons)
+Dropdown, FileUpload = partial(_made, ipywidgets.Dropdown), partial(_made, ipywidgets.FileUpload)
 Text, BoundedIntText = partial(_made, ipywidgets.Text), partial(_made, ipywidgets.BoundedIntText)
 Combobox, Checkbox = partial(_made, ipywidgets.Combobox), partial(_made, ipywidgets.Checkbox)
-FileUpload = partial(_made, ipywidgets.FileUpload)
 
 
 # ---- widgets with a program of our own
@@ -186,19 +200,3 @@ def sentence_html(text: str, fix: str = "", kind: str = "wrong") -> str:
     """An error message, or one of another `kind` of finding; the tooltip adds the fix."""
     hint = escape(f"{text}\n{fix}".strip(), quote=True)
     return f'<div class="labkit-finding labkit-{kind}" role="alert" title="{hint}">{escape(text)}</div>' if text else ""
-
-
-def devices_of(machine: Machine) -> str:
-    """The devices that a run can use: `2 × Tesla T4`, or why there is no GPU."""
-    names = [gpu.name for gpu in machine.gpus]
-    if names:
-        return " + ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-    reason = machine.no_gpu_reason.removeprefix("this machine has ")
-    return "no GPU here: CPU ranks over gloo" if reason == "no GPU" else f"{machine.no_gpu_reason}: CPU ranks over gloo"
-
-
-def shared_cores(machine: Machine, ranks: int) -> str:
-    """That CPU ranks share cores, which makes their steps slower; empty if each can have its own."""
-    if ranks <= machine.cores:
-        return ""
-    return f"{ranks} CPU ranks share {counted(machine.cores, 'core')}: they take turns"

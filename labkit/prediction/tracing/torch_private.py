@@ -2,7 +2,8 @@
 `labkit/probe/torch_private.py` is for the probe.
 
 Without a name of the first part there is no trace: strategies are predicted by formula, and the reason names it. Names
-of the second part are used if torch has them. Public names that this package replaces are in `world.py` and `alone.py`.
+of the second part are used if torch has them. Public names that this package replaces are in `world.py` and
+`own_script.py`.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.func import functional_call
 from torch.utils.data import TensorDataset
 
-from labkit.prediction.tracing.guard import Refused
 from labkit.prediction.tracing.torch_private import (
     BUCKETS,
     CHUNKS,
@@ -55,8 +54,19 @@ from labkit.prediction.tracing.torch_private import (
     WITHOUT_MODES,
 )
 
-# ---- a generated script as a module, and the data that it would load
 
+class Refused(PermissionError):
+    """The script wanted to do what a trace refuses; the message says what, as a clause without a subject, and `fix`
+    what would make the trace possible. `newest` is the message of the last one, which a library may have caught."""
+
+    newest = ""
+
+    def __init__(self, clause: str, fix: str = "do this after that step"):
+        super().__init__(clause)
+        self.fix, Refused.newest = fix, clause
+
+
+# ---- a generated script as a module, and the data that it would load
 
 _NAME = "train"
 
