@@ -15,16 +15,8 @@ from labkit.cli.parser import options_of
 from labkit.cli.shared import WIDE, Refused, console, find, say
 from labkit.common.files import write_atomically
 from labkit.course import glossary as terms
-from labkit.figures.advice import Advised
 from labkit.frontends.console import Console
-from labkit.frontends.terminal import (
-    advice_tables,
-    atlas_table,
-    estimate_tables,
-    explanation,
-    prediction_table,
-    scaling_tables,
-)
+from labkit.frontends.terminal import explanation, prediction_table, tables_of
 from labkit.plan.spec import SpecError
 from labkit.prediction.scale.advice import WHOLE
 from labkit.prediction.tracer import TraceFailed
@@ -65,15 +57,11 @@ def advise(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise Refused(f"{'--' * (str(error).partition(' ')[0].rstrip(':') in _ASKED)}{error}") from None
     if args.scaling:
-        scaled = found.scaling()
-        shown, document = scaling_tables(scaled), scaled.to_json()
-    else:
-        shown = advice_tables(found) if isinstance(found, Advised) else estimate_tables(found)
-        document = found.to_json()
+        found = found.scaling()
     if args.json:
-        print(json.dumps(document))
+        print(json.dumps(found.to_json()))
     else:
-        console(args, _WIDER).print(shown)
+        console(args, _WIDER).print(tables_of(found))
     return 0
 
 
@@ -99,7 +87,8 @@ def atlas(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found.to_json()))
     elif page is None:
-        console(args, _WIDER).print(atlas_table(found, args.limit))
+        found.limit = args.limit
+        console(args, _WIDER).print(tables_of(found))
     return 0
 
 

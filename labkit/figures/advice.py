@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from labkit.common.text import escape, visible
 from labkit.common.units import size
 from labkit.figures import colours
 from labkit.figures.as_svg import drawing
 from labkit.figures.atlas import EVIDENCE_HEADS, evidence_cells, evidence_json
 from labkit.figures.model import Axis, Bars, Chart, Line
-from labkit.figures.tables import table_html, table_text
+from labkit.figures.tables import Rows, Tables
 from labkit.prediction.scale.advice import (
     MODES,
     RULE,
@@ -31,7 +30,7 @@ from labkit.prediction.scale.advice import (
 )
 from labkit.prediction.scale.atlas import FEWEST, NEAR, Agreement, Checked, evidence
 from labkit.prediction.scale.layouts import FRAMEWORKS, USABLE, Layout
-from labkit.prediction.scale.step import RESERVED_FOR, Estimate
+from labkit.prediction.scale.step import RESERVED_FOR, Estimate, Training
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -52,8 +51,8 @@ _CHARTS: dict[str, tuple[str, Callable[[Estimate], float]]] = {
 _BOUND = "communication-bound from"
 
 
-class Scaled:
-    """Strong and weak scaling of several strategies; displays itself as tables in a notebook, as text elsewhere."""
+class Scaled(Tables):
+    """Strong and weak scaling of several strategies."""
 
     def __init__(self, series: Sequence[Series]):
         self.series = tuple(series)
@@ -67,17 +66,17 @@ class Scaled:
         )
         return f"{what}efficiency = time of the computation, divided evenly / time of the step; modelled"
 
-    def tables(self) -> Iterator[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-        """The heads and the rows of each table: for each mode the efficiency, the exposed communication and the time of
-        each strategy, by the number of devices; a dash if nothing fits or the batch is too small."""
-        devices = tuple(f"{number:,}" for number in next(series.devices for series in self.series))
+    def tables(self) -> Iterator[tuple[Sequence[str], Rows]]:
+        """For each mode the efficiency, the exposed communication and the time of each strategy, by the number of
+        devices; a dash if nothing fits or the batch is too small."""
+        devices = tuple(f"{number:,}" for number in self.series[0].devices)
         for mode in MODES:
             for what, words in TABLES.items():
                 heads = (f"{mode} scaling: {what}", *devices, _BOUND)
-                yield (
-                    heads,
-                    [_cells(series, words) for series in self.series if series.mode == mode and any(series.estimates)],
-                )
+                yield heads, [_cells(series, words) for series in self._known(mode)]
+
+    def _known(self, mode: Mode) -> list[Series]:
+        return [series for series in self.series if series.mode == mode and any(series.estimates)]
 
     def charts(self) -> tuple[Chart, ...]:
         """Efficiency and exposed communication over the number of devices, for each mode."""
@@ -85,9 +84,8 @@ class Scaled:
 
     def _chart(self, mode: Mode, what: str) -> Chart:
         unit, value = _CHARTS[what]
-        drawn = [series for series in self.series if series.mode == mode and any(series.estimates)]
-        lines = tuple(line for number, series in enumerate(drawn) for line in _lines(series, number, value))
-        devices = next(series.devices for series in self.series)
+        lines = tuple(line for number, series in enumerate(self._known(mode)) for line in _lines(series, number, value))
+        devices = self.series[0].devices
         x = Axis("devices", end=len(devices) - 1, categories=tuple(f"{number:,}" for number in devices))
         title = f"{mode.capitalize()} scaling: {what}"
         note = "modelled; dotted: communication-bound"
@@ -106,13 +104,6 @@ class Scaled:
     def to_json(self) -> dict[str, Any]:
         """The series as a dict that can be written as JSON; None where nothing fits."""
         return {"source": "modelled", "series": [_series_json(series) for series in self.series]}
-
-    def __repr__(self) -> str:
-        return visible("\n\n".join([self.title, *(table_text(*table) for table in self.tables())]))
-
-    def _repr_html_(self) -> str:
-        tables = "".join(table_html(*table) for table in self.tables())
-        return f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>{tables}'
 
 
 def _cells(series: Series, words: Callable[[Estimate], str]) -> tuple[str, ...]:
@@ -164,16 +155,8 @@ def _series_json(series: Series) -> dict[str, Any]:
 
 
 HEADS = (
-    "strategy",
-    "micro-batches × samples",
-    "recompute",
-    "memory",
-    "per step",
-    "tokens/s",
-    "TFLOP/s",
-    "MFU",
-    "exposed",
-    "bubble",
+    *("strategy", "micro-batches × samples", "recompute", "memory", "per step", "tokens/s", "TFLOP/s", "MFU"),
+    *("exposed", "bubble"),
 )
 MISFIT_HEADS = ("does not fit", "needs at least", "missing", "fits with")
 ROWS = 10  # strategies in a table
@@ -199,8 +182,8 @@ PARTS = {  # of a step: colour and words
 }
 
 
-class Advised:
-    """The advice for a model and devices; displays itself as tables in a notebook, as text elsewhere."""
+class Advised(Tables):
+    """The advice for a model and devices."""
 
     def __init__(self, advice: Advice):
         self.advice = advice
@@ -210,6 +193,11 @@ class Advised:
     def title(self) -> str:
         """What is trained, on what."""
         return f"{in_words(self.advice.training)}: all figures are modelled"
+
+    def tables(self) -> list[tuple[Sequence[str], Rows]]:
+        """What fits, what does not, and the nearest published runs."""
+        tables = ((HEADS, self.rows), (MISFIT_HEADS, self.misfits), (EVIDENCE_HEADS, self.evidence))
+        return [(heads, rows) for heads, rows in tables if rows]
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
@@ -301,16 +289,10 @@ class Advised:
         """The advice as a dict that can be written as JSON. Sizes are in bytes, times in seconds."""
         asked, said = self.advice.training, self.verdict
         return {
-            "source": "modelled",
-            "model": {**vars(asked.model), "parameters": asked.model.parameters},
-            "machine": asked.machine.name,
+            **_training_json(asked),
             "accelerator": {"name": asked.accelerator.name, "efficiency": asked.accelerator.efficiency},
-            "devices": asked.devices,
             "memory_bytes": asked.memory,
             "usable_bytes": asked.usable,
-            "batch": asked.batch,
-            "sequence": asked.sequence,
-            "precision": asked.precision,
             "attention": asked.attention,
             "fits": [estimate_json(estimate) | self._evidence_json(estimate.layout) for estimate in self.advice.ranked],
             "does_not_fit": [
@@ -331,20 +313,17 @@ class Advised:
         [nearest] = evidence(self.advice.training, layout, 1)
         return {"evidence": evidence_json(nearest)}
 
-    def __repr__(self) -> str:
-        parts = [self.title]
-        parts += [table_text(HEADS, self.rows)] if self.rows else []
-        parts += [table_text(MISFIT_HEADS, self.misfits)] if self.misfits else []
-        parts += [table_text(EVIDENCE_HEADS, self.evidence)]
-        return visible("\n\n".join([*parts, "\n".join(self.sentences)]))
 
-    def _repr_html_(self) -> str:
-        said = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
-        tables = table_html(HEADS, self.rows) if self.rows else ""
-        tables += table_html(MISFIT_HEADS, self.misfits) if self.misfits else ""
-        tables += table_html(EVIDENCE_HEADS, self.evidence)
-        notes = f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>'
-        return f'{notes}{tables}<div class="labkit-notes">{said}</div>'
+def _training_json(asked: Training) -> dict[str, Any]:
+    return {
+        "source": "modelled",
+        "model": {**vars(asked.model), "parameters": asked.model.parameters},
+        "machine": asked.machine.name,
+        "devices": asked.devices,
+        "batch": asked.batch,
+        "sequence": asked.sequence,
+        "precision": asked.precision,
+    }
 
 
 def cells(estimate: Estimate) -> tuple[str, ...]:
@@ -456,52 +435,15 @@ def _nothing_fits(advice: Advice) -> str:
 FIGURE_HEADS = ("modelled", "value", "80 % range")
 PART_HEADS = ("part of a step", "time", "of the step")
 CHECK_HEADS = (
-    "rows",
-    "number",
-    "not computed",
-    "speed: median",
-    "p90",
-    "memory: median",
-    "p90",
-    "speed in range",
-    "memory in range",
-    "fits right",
-    "groups",
-    "order",
-    "regret: median",
-    "worst",
+    *("rows", "number", "not computed", "speed: median", "p90", "memory: median", "p90", "speed in range"),
+    *("memory in range", "fits right", "groups", "order", "regret: median", "worst"),
 )
 REFUSED_HEADS = ("line", "source", "model", "not computed, because")
 _NEAREST = 3
 _SHOWN = 1e-4  # of a step
 
 
-class _Tables:
-    """What shows a title, tables and sentences as text, and as HTML in a notebook."""
-
-    title: str
-
-    def tables(self) -> list[tuple[Sequence[str], list[tuple[str, ...]]]]:
-        """The heads and the rows of each table that has any."""
-        raise NotImplementedError
-
-    @property
-    def sentences(self) -> list[str]:
-        """What follows the tables."""
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        tables = (table_text(heads, rows) for heads, rows in self.tables())
-        return visible("\n\n".join([self.title, *tables, "\n".join(self.sentences)]))
-
-    def _repr_html_(self) -> str:
-        tables = "".join(table_html(heads, rows) for heads, rows in self.tables())
-        said = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
-        title = f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>'
-        return f'{title}{tables}<div class="labkit-notes">{said}</div>'
-
-
-class Estimated(_Tables):
+class Estimated(Tables):
     """The estimate of one layout: figures with their 80 % ranges, the parts of a step, and the nearest published runs.
     All but the last are modelled."""
 
@@ -510,14 +452,14 @@ class Estimated(_Tables):
         self.nearest = evidence(estimate.training, estimate.layout, _NEAREST)
 
     @property
-    def title(self) -> str:  # type: ignore[override]
+    def title(self) -> str:
         """What is trained, on what, and how it is split."""
         layout = self.estimate.layout
         batch = f"{layout.micro_batches} micro-batches of {layout.micro_batch}"
         how = f"{layout.title}, {batch}, {layout.framework.title}, {'compiled' if layout.compiled else 'eager'}"
         return f"{in_words(self.estimate.training)}; {how}: all figures are modelled"
 
-    def tables(self) -> list[tuple[Sequence[str], list[tuple[str, ...]]]]:
+    def tables(self) -> list[tuple[Sequence[str], Rows]]:
         """Figures, parts, and the nearest runs."""
         estimate, ranges = self.estimate, self.estimate.ranges
         words = {
@@ -526,11 +468,11 @@ class Estimated(_Tables):
             "mfu": ("MFU", lambda value: f"{value:.1%}"),
             "memory_bytes": ("memory per GPU", size),
         }
-        figures: list[tuple[str, ...]] = [
+        figures = [
             (title, shown(getattr(estimate, name)), f"{shown(ranges[name][0])} to {shown(ranges[name][1])}")
             for name, (title, shown) in words.items()
         ]
-        parts: list[tuple[str, ...]] = [
+        parts = [
             (PARTS[name][1].removeprefix("the "), in_seconds(seconds), f"{seconds / estimate.seconds:.1%}")
             for name, seconds in estimate.parts.items()
             if seconds > _SHOWN * estimate.seconds
@@ -561,13 +503,7 @@ class Estimated(_Tables):
         """The estimate as plain values. Sizes are in bytes, times in seconds."""
         estimate, asked = self.estimate, self.estimate.training
         return {
-            "source": "modelled",
-            "model": {**vars(asked.model), "parameters": asked.model.parameters},
-            "machine": asked.machine.name,
-            "devices": asked.devices,
-            "batch": asked.batch,
-            "sequence": asked.sequence,
-            "precision": asked.precision,
+            **_training_json(asked),
             "framework": estimate.layout.framework.name,
             "fits": estimate.fits,
             **estimate_json(estimate),
@@ -577,27 +513,23 @@ class Estimated(_Tables):
         }
 
 
-class Comparison(_Tables):
+class Comparison(Tables):
     """How well the estimates of a file of published runs agree with what was measured."""
 
     def __init__(self, checked: Checked):
         self.checked = checked
 
     @property
-    def title(self) -> str:  # type: ignore[override]
+    def title(self) -> str:
         """Which file."""
         computed = len(self.checked.pairs)
         return f"{self.checked.path.name}: {computed:,} of {computed + len(self.checked.refused):,} rows are computed"
 
-    def tables(self) -> list[tuple[Sequence[str], list[tuple[str, ...]]]]:
+    def tables(self) -> list[tuple[Sequence[str], Rows]]:
         """The agreement by source and by part, and the rows that are not computed."""
-        refused: list[tuple[str, ...]] = [
-            (str(row.line), row.source, row.title, row.reason) for row in self.checked.refused
-        ]
-        tables: list[tuple[Sequence[str], list[tuple[str, ...]]]] = [
-            (CHECK_HEADS, [_checked_cells(agreement) for agreement in self.checked.agreements])
-        ]
-        return [*tables, (REFUSED_HEADS, refused)] if refused else tables
+        refused = [(str(row.line), row.source, row.title, row.reason) for row in self.checked.refused]
+        computed = [_checked_cells(agreement) for agreement in self.checked.agreements]
+        return [(CHECK_HEADS, computed), (REFUSED_HEADS, refused)] if refused else [(CHECK_HEADS, computed)]
 
     @property
     def sentences(self) -> list[str]:

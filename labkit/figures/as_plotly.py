@@ -36,17 +36,9 @@ def plain_look(size: int = 11) -> dict[str, Any]:
 def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The traces and the layout, as `Plotly.newPlot` takes them."""
     chart = drawn.chart
+    corner = {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yanchor": "top", "pad": {"l": 8, "t": 7}}
     layout = {
-        "title": {
-            "text": _title(drawn),
-            "x": 0,
-            "xref": "container",
-            "xanchor": "left",
-            "y": 1,
-            "yanchor": "top",
-            "font": {"size": 13},
-        }
-        | {"pad": {"l": 8, "t": 7}},
+        "title": {"text": _title(drawn), "font": {"size": 13}} | corner,
         "xaxis": axis(drawn, "x"),
         "yaxis": axis(drawn, "y"),
         "barmode": "stack",
@@ -253,19 +245,14 @@ def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         layout[f"yaxis{suffix}"] = its_layout["yaxis"] | {"domain": [bottom, bottom + tall], "anchor": f"x{suffix}"}
         layout[f"legend{suffix}"] = its_layout["legend"] | {"x": left + 0.365, "y": bottom + tall}
         layout["annotations"] += _names(drawn, suffix)
-        layout["annotations"].append(
-            {
-                "text": _title(drawn),
-                "x": left,
-                "y": bottom + tall + 0.01 * unit,
-                "xref": "paper",
-                "yref": "paper",
-                "xanchor": "left",
-                "yanchor": "bottom",
-            }
-            | {"showarrow": False, "font": {"size": 12}}
-        )
+        layout["annotations"].append(heading(_title(drawn), left, bottom + tall + 0.01 * unit))
     return data, layout | {"margin": {"l": 60, "r": 10, **vertical}}
+
+
+def heading(markup: str, x: float, y: float) -> dict[str, Any]:
+    """A title in a figure, which begins at a place in fractions of it."""
+    place = {"x": x, "y": y, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+    return {"text": markup, "showarrow": False, "font": {"size": 12}} | place
 
 
 def as_figure(

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.metrics import median, quartiles
 from labkit.common.arguments import check_choice
-from labkit.common.text import escape, visible
+from labkit.common.text import escape
 from labkit.common.units import counted, size
 from labkit.figures import colours
-from labkit.figures.as_plotly import as_figure, numbers, plain_look
-from labkit.figures.tables import table_html, table_text
+from labkit.figures.as_plotly import as_figure, heading, numbers, plain_look
+from labkit.figures.tables import Rows, Tables
 from labkit.prediction.scale.atlas import Evidence, Published, common, failed, modelled, published, speed
 from labkit.prediction.scale.model import parameters_in_words
 
@@ -21,16 +21,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects
 
 HEADS = (
-    "model",
-    "GPUs",
-    "machine",
-    "layout",
-    "micro-batches × samples",
-    "tokens/s per GPU",
-    "modelled",
-    "memory",
-    "modelled",
-    "source",
+    *("model", "GPUs", "machine", "layout", "micro-batches × samples", "tokens/s per GPU", "modelled"),
+    *("memory", "modelled", "source"),
 )
 ROWS = 30  # of a table
 FAILED = "failed"
@@ -45,11 +37,12 @@ BY: Mapping[str, Callable[[Published], Any]] = {  # what the colour of a dot sho
 _IN_WORDS = {"tp": "TP {}", "pp": "PP {}", "gpus": "{} GPUs"}
 
 
-class Atlas:
-    """Some of the published runs; displays itself as a table in a notebook, as text elsewhere."""
+class Atlas(Tables):
+    """Some of the published runs, of which at most `limit` are shown as rows."""
 
-    def __init__(self, runs: Sequence[Published]):
+    def __init__(self, runs: Sequence[Published], limit: int = ROWS):
         self.runs = tuple(sorted(runs, key=_order))
+        self.limit = limit
 
     @property
     def title(self) -> str:
@@ -78,12 +71,18 @@ class Atlas:
         )
         return "\n".join(lines)
 
-    def rows(self, limit: int | None = ROWS) -> list[tuple[str, ...]]:
-        """The cells below `HEADS`: by number of GPUs and model, the fastest first; the failures last."""
-        return [_cells(run) for run in self.runs[:limit]]
+    def tables(self) -> list[tuple[Sequence[str], Rows]]:
+        """The runs by number of GPUs and model, the fastest first; the failures last."""
+        return [(HEADS, [_cells(run) for run in self.runs[: self.limit]])]
 
     @property
     def sentences(self) -> list[str]:
+        """The number of runs that are not shown, and what is known about all of them."""
+        hidden = len(self.runs) - self.limit
+        return [f"{counted(hidden, 'more run')}."] * (hidden > 0) + self._known
+
+    @property
+    def _known(self) -> list[str]:
         """How far the modelled figures are from the measured ones, and where the runs come from."""
         said = [_compared("speed", "tokens/s", _speeds(self.runs)), _compared("memory", "memory", _memories(self.runs))]
         counts = Counter(run.source for run in self.runs)
@@ -105,24 +104,7 @@ class Atlas:
 
     def to_json(self) -> dict[str, Any]:
         """The runs as a dict that can be written as JSON. Sizes are in bytes."""
-        return {"runs": [run_json(run) for run in self.runs], "sentences": self.sentences}
-
-    def text(self, limit: int | None = ROWS) -> str:
-        """The table as text, with at most `limit` rows (None: all)."""
-        return "\n\n".join([self.title, table_text(HEADS, self.rows(limit)), *self.notes(limit)])
-
-    def notes(self, limit: int | None = ROWS) -> list[str]:
-        """What stands below the table: the rows that are not shown, and the sentences."""
-        hidden = 0 if limit is None else len(self.runs) - limit
-        return [f"{counted(hidden, 'more run')}."] * (hidden > 0) + self.sentences
-
-    def __repr__(self) -> str:
-        return visible(self.text())
-
-    def _repr_html_(self) -> str:
-        said = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.notes())
-        notes = f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>'
-        return f'{notes}{table_html(HEADS, self.rows())}<div class="labkit-notes">{said}</div>'
+        return {"runs": [run_json(run) for run in self.runs], "sentences": self._known}
 
 
 def _order(run: Published) -> tuple[Any, ...]:
@@ -217,11 +199,7 @@ def _compared(name: str, what: str, pairs: Sequence[Pair]) -> str:
 # ---- evidence for a layout
 
 EVIDENCE_HEADS = (
-    "layout",
-    "tokens/s per GPU",
-    "measured nearby",
-    "memory",
-    "measured nearby",
+    *("layout", "tokens/s per GPU", "measured nearby", "memory", "measured nearby"),
     "nearest published run, its distance and differences",
 )
 _MENTIONED = 3  # differences in a cell
@@ -265,11 +243,7 @@ def _figure(runs: Sequence[Published], by: str) -> plotly.graph_objects.Figure:
         look = {"name": escape(name), "legendgroup": name, "color": colours.rank_colour(number)}
         data += _dots(members, positions, look)
     most = max(run.layout.tensor for run in runs)
-    names = {
-        "speed": "Speed, measured" + f"; for each number of GPUs from TP 1 (left) to TP {most} (right)" * (most > 1),
-        "memory": "Memory, measured and modelled (dotted: of a GPU)",
-        "modelled": "Speed, measured and modelled",
-    }
+    by_tp = f"; for each number of GPUs from TP 1 (left) to TP {most} (right)" if most > 1 else ""
     gpus = _numbers_of_gpus(runs)
     speeds = [found for run in runs if (found := speed(run))]
     stored = [found for run in runs if (found := _stored(run))]
@@ -307,9 +281,9 @@ def _figure(runs: Sequence[Published], by: str) -> plotly.graph_objects.Figure:
         "xaxis3": _axis(f"modelled, {rate}", expected, _RIGHT, "y5"),
         "yaxis5": _axis(f"measured, {rate}", speeds, (0.0, 0.39), "x3"),
         "annotations": [
-            _heading(names["speed"], 0.0, 1.0),
-            _heading(names["memory"], 0.0, 0.395),
-            _heading(names["modelled"], _RIGHT[0], 0.395),
+            heading(f"<b>Speed, measured{by_tp}</b>", 0.0, 1.0),
+            heading("<b>Memory, measured and modelled (dotted: of a GPU)</b>", 0.0, 0.395),
+            heading("<b>Speed, measured and modelled</b>", _RIGHT[0], 0.395),
         ],
         "shapes": [*_diagonal(_memories(runs), "x2", "y3", _GIB), *_diagonal(_speeds(runs), "x3", "y5", 1.0)],
     }
@@ -450,27 +424,8 @@ def _axis(title: str, values: Sequence[float], domain: Sequence[float], anchor: 
 def _strip(domain: Sequence[float], anchor: str) -> dict[str, Any]:
     """A strip of runs that failed, which have no speed and no memory."""
     hidden = {"showgrid": False, "zeroline": False, "showticklabels": False, "fixedrange": True}
-    return {
-        "title": {"text": FAILED, "standoff": 4},
-        "domain": [*domain],
-        "anchor": anchor,
-        "range": [-2, 12],
-        **hidden,
-    }
-
-
-def _heading(text: str, x: float, y: float) -> dict[str, Any]:
-    return {
-        "text": f"<b>{escape(text)}</b>",
-        "x": x,
-        "y": y,
-        "xref": "paper",
-        "yref": "paper",
-        "xanchor": "left",
-        "yanchor": "bottom",
-        "showarrow": False,
-        "font": {"size": 12},
-    }
+    title = {"text": FAILED, "standoff": 4}
+    return {"title": title, "domain": [*domain], "anchor": anchor, "range": [-2, 12], **hidden}
 
 
 def _diagonal(pairs: Sequence[Pair], x: str, y: str, unit: float) -> list[dict[str, Any]]:
@@ -478,15 +433,8 @@ def _diagonal(pairs: Sequence[Pair], x: str, y: str, unit: float) -> list[dict[s
     known = [value / unit for _, there, measured in pairs for value in (there, measured) if math.isfinite(value)]
     if not known:
         return []
-    line = {
-        "type": "line",
-        "xref": x,
-        "yref": y,
-        "x0": min(known),
-        "y0": min(known),
-        "x1": max(known),
-        "y1": max(known),
-    }
+    low, high = min(known), max(known)
+    line = {"type": "line", "xref": x, "yref": y, "x0": low, "y0": low, "x1": high, "y1": high}
     return [line | {"line": {"color": colours.INK, "width": 1, "dash": "dash"}}]
 
 

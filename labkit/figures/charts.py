@@ -18,8 +18,8 @@ from labkit.analysis.profiled import ahead, aligned, beyond, clocks, exposed, ne
 from labkit.analysis.summary import nodes_in_words
 from labkit.common.units import size
 from labkit.figures import colours
-from labkit.figures.model import Axis, Bars, Chart, Derived, Line, Marks, Spans
-from labkit.record.documents import PredictedStep
+from labkit.figures.model import Axis, Bars, Chart, Derived, Line, Marks, Spans, Stretch
+from labkit.record.documents import Plan, PredictedRank, PredictedStep
 from labkit.record.events import MemoryStep, Owners, Span, Timeline
 from labkit.record.ranks import OtherLosses, RankState
 from labkit.record.reader import Column
@@ -49,21 +49,9 @@ def _losses(rank: RankState) -> list[Line]:
         steps, losses = (_part(column, start, end) for column in (rank.steps.step, rank.steps.loss))
         key = f"rank{rank.rank}" if attempt == 0 else f"rank{rank.rank}-attempt{attempt}"
         name = f"rank {rank.rank}" if attempt == 0 else f"rank {rank.rank}, attempt {attempt}"
-        name = _named(name, rank.pacemaker_name)
-        colour = colours.rank_colour(rank.rank)
-        lines.append(
-            Line(
-                key,
-                name,
-                steps,
-                losses,
-                colour=colour,
-                width=1.3,
-                keep="extremes",
-                dash="solid" if last else "dot",
-                in_legend=last,
-            )
-        )
+        name, colour = _named(name, rank.pacemaker_name), colours.rank_colour(rank.rank)
+        dash = "solid" if last else "dot"
+        lines.append(Line(key, name, steps, losses, colour, 1.3, dash, keep="extremes", in_legend=last))
     return lines
 
 
@@ -80,12 +68,10 @@ def _mean_loss(ranks: list[RankState]) -> Line:
     def values(first: int, last: int) -> numpy.ndarray:
         return _mean([rank.steps.loss[start + first : start + last] for rank, start in zip(ranks, starts)])
 
-    def steps(first: int, last: int) -> numpy.ndarray:
-        return ranks[0].steps.step[starts[0] + first : starts[0] + last]
-
+    steps = _part(ranks[0].steps.step, starts[0], starts[0] + length)
     key = "mean" + "".join(f"-{rank.attempt}" for rank in ranks)
     name = _named("mean", ranks[0].pacemaker_name)
-    return Line(key, name, Derived(length, steps), Derived(length, values), width=2.2, keep="extremes")
+    return Line(key, name, steps, Derived(length, values), width=2.2, keep="extremes")
 
 
 def _losses_of_others(ranks: list[RankState]) -> list[Line]:
@@ -98,22 +84,11 @@ def _losses_of_others(ranks: list[RankState]) -> list[Line]:
         def values(first: int, last: int, columns: list[OtherLosses] = columns) -> numpy.ndarray:
             return _mean([numpy.asarray(column.loss[first:last]) for column in columns])
 
-        def steps(first: int, last: int, column: OtherLosses = columns[0]) -> numpy.ndarray:
-            return numpy.asarray(column.step[first:last])
-
+        steps = Derived(length, lambda first, last, column=columns[0]: numpy.asarray(column.step[first:last]))
         name = _named("mean" if len(ranks) > 1 else f"rank {ranks[0].rank}", ranks[0].optimizers.get(which))
         dash = ("dash", "dot", "dashdot")[len(lines) % 3]
-        lines.append(
-            Line(
-                f"optimizer{which}",
-                name,
-                Derived(length, steps),
-                Derived(length, values),
-                width=2.2,
-                keep="extremes",
-                dash=dash,
-            )
-        )
+        losses = Derived(length, values)
+        lines.append(Line(f"optimizer{which}", name, steps, losses, width=2.2, dash=dash, keep="extremes"))
     return lines
 
 
@@ -131,11 +106,9 @@ def throughput(state: RunState) -> Chart:
         rates = (counts[rank.rank] * rolling_throughput(rank, first, last) for rank in ranks if counts[rank.rank])
         return sum(rates, numpy.zeros(last - first))
 
-    def steps(first: int, last: int) -> numpy.ndarray:
-        return ranks[0].steps.step[starts[0] + first : starts[0] + last]
-
+    steps = _part(ranks[0].steps.step, starts[0], starts[0] + length) if ranks else Derived(0, values)
     key = "all" + "".join(f"-{rank.attempt}" for rank in ranks)
-    line = Line(key, "all ranks", Derived(length, steps), Derived(length, values), width=2.0, in_legend=False)
+    line = Line(key, "all ranks", steps, Derived(length, values), width=2.0, in_legend=False)
     lines = (line, *_guess_line(state, "samples_per_second"))
     return Chart("throughput", "Throughput, all ranks", _steps_axis(state), Axis("samples/s", least=10.0), lines)
 
@@ -154,32 +127,18 @@ def memory(state: RunState) -> Chart:
     """
     ranks = _ranks(state)
     axis = _memory_axis(state)
-    line = partial(Line, x_zero=_zero(state), y_unit=axis.bytes_each)
     lines = []
     for rank in ranks:
-        key, t, sizes, colour = f"rank{rank.rank}", rank.steps.t, rank.steps.memory, colours.rank_colour(rank.rank)
-        lines.append(line(f"{key}-now", f"rank {rank.rank}", t, sizes["allocated"], colour=colour))
-        peak = f"rank {rank.rank} peak"
-        lines.append(
-            line(f"{key}-peak", peak, t, sizes["peak"], colour=colour, dash="dot", keep="extremes", in_legend=False)
-        )
+        key, name, t, sizes = f"rank{rank.rank}", f"rank {rank.rank}", rank.steps.t, rank.steps.memory
+        line = partial(Line, colour=colours.rank_colour(rank.rank), x_zero=_zero(state), y_unit=axis.bytes_each)
+        thin = partial(line, in_legend=False)
+        lines.append(line(f"{key}-now", name, t, sizes["allocated"]))
+        lines.append(thin(f"{key}-peak", f"{name} peak", t, sizes["peak"], dash="dot", keep="extremes"))
         if len(rank.steps) and math.isfinite(sizes["reserved"][-1]):
-            name = f"rank {rank.rank} reserved"
-            lines.append(line(f"{key}-reserved", name, t, sizes["reserved"], colour=colour, width=0.8, in_legend=False))
-        device = _device(state, rank)
-        if device:
-            name = f"device of rank {rank.rank}"
-            lines.append(
-                line(
-                    f"{key}-device",
-                    name,
-                    device["t"],
-                    device["memory_used"],
-                    colour=colour,
-                    dash="dash",
-                    in_legend=False,
-                )
-            )
+            lines.append(thin(f"{key}-reserved", f"{name} reserved", t, sizes["reserved"], width=0.8))
+        if device := _device(state, rank):
+            used = device["memory_used"]
+            lines.append(thin(f"{key}-device", f"device of {name}", device["t"], used, dash="dash"))
     devices = [rank.device for rank in state.ranks.values()] or [state.spec.device or ""]
     on_cuda = any(device.startswith("cuda") for device in devices)
     title = "Memory per GPU" if on_cuda else "Memory per CPU rank"
@@ -326,24 +285,18 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
     ]
     width = max(shift + timeline.seconds for _, _, timeline, shift in drawn)
     lanes = tuple(name for rank, kind, *_ in drawn for name in (f"rank {rank}{kind}", f"comm {rank}{kind}"))
-    computed: dict[str, list[tuple[int, float, float, str]]] = {phase: [] for phase in PHASES}
-    sent: dict[str, list[tuple[int, float, float, str]]] = {}
+    computed: dict[str, list[Stretch]] = {phase: [] for phase in PHASES}
+    sent: dict[str, list[Stretch]] = {}
     for index, (rank, kind, timeline, shift) in enumerate(drawn):
-        for phase, start, end, words in _computing(timeline, width / _PIXELS):
-            computed.setdefault(phase, []).append(
-                (2 * index, _ms(start + shift), _ms(end + shift), f"rank {rank}{kind}: {words}")
-            )
-        for op, start, end, words in _sending(timeline, width / _PIXELS):
-            sent.setdefault(op, []).append(
-                (2 * index + 1, _ms(start + shift), _ms(end + shift), f"rank {rank}{kind}: {words}")
-            )
+        both = ((2 * index, computed, _computing), (2 * index + 1, sent, _sending))
+        for lane, stretches, found_in in both:
+            for name, start, end, words in found_in(timeline, width / _PIXELS):
+                stretch = (lane, _ms(start + shift), _ms(end + shift), f"rank {rank}{kind}: {words}")
+                stretches.setdefault(name, []).append(stretch)
     spans = [
         Spans(phase, colours.PHASES.get(phase, colours.INK), tuple(those)) for phase, those in computed.items() if those
     ]
-    spans += [
-        Spans(op, colours.OPERATIONS.get(op, colours.OTHER_OPERATION), tuple(those))
-        for op, those in sorted(sent.items())
-    ]
+    spans += [Spans(op, colours.OPERATIONS.get(op, colours.OTHER_OPERATION), tuple(sent[op])) for op in sorted(sent)]
     missing = state.world_size - len(found) if found else 0
     notes = [_overlap_in_words(found)] if found else []
     notes += ["predicted: simulated"] if predicted else []
@@ -377,9 +330,8 @@ def _computing(step: Timeline, least: float) -> Iterator[tuple[str, float, float
     counted: dict[str, int] = {}
     for name, start, end in step.phases:
         counted[name] = counted.get(name, 0) + 1
-        which = (
-            f"{name} {counted[name]} of {many[name]}" if many[name] > 1 and name in ("forward", "backward") else name
-        )
+        is_one_of_many = many[name] > 1 and name in ("forward", "backward")
+        which = f"{name} {counted[name]} of {many[name]}" if is_one_of_many else name
         pieces: list[list[float]] = []
         for begin, stop in step.busy:
             begin, stop = max(begin, start), min(stop, end)
@@ -419,12 +371,8 @@ def _sending(step: Timeline, least: float) -> Iterator[tuple[str, float, float, 
 def _merged(span: list[Any]) -> tuple[str, float, float, str]:
     op, start, end, many, count, words = span
     what = words if many == 1 else f"{many} × {op}"
-    return (
-        op,
-        start,
-        end,
-        f"{what}, {size(count)}, {_ms(end - start):.2f} ms" if count else f"{what}, {_ms(end - start):.2f} ms",
-    )
+    size_of_all = f" {size(count)}," if count else ""
+    return op, start, end, f"{what},{size_of_all} {_ms(end - start):.2f} ms"
 
 
 def _overlap_in_words(steps: Mapping[int, Timeline]) -> str:
@@ -495,21 +443,18 @@ def predicted_steps(state: RunState) -> dict[int, Timeline]:
     if plan is None:
         return {}
     timelines = predicted_timelines(plan)
-    few = [
-        predicted.rank for predicted in plan.ranks if len(plan.ranks) <= _FEW_RANKS or predicted.rank == predicted.like
-    ]
-    return {rank: as_profiled(timelines[rank]) for rank in few if rank in timelines}
+    return {one.rank: as_profiled(timelines[one.rank]) for one in _few_of(plan) if one.rank in timelines}
+
+
+def _few_of(plan: Plan) -> list[PredictedRank]:
+    """The predicted ranks; of many, only one of each group of equal ranks."""
+    return [one for one in plan.ranks if len(plan.ranks) <= _FEW_RANKS or one.rank == one.like]
 
 
 def _predicted(state: RunState) -> dict[int, Owners]:
     """The predicted bytes at the peak, by rank; of many ranks, only one of each group of equal ranks."""
-    ranks = state.prediction.ranks if state.prediction else []
-    few = len(ranks) <= _FEW_RANKS
-    return {
-        predicted.rank: predicted.at_peak
-        for predicted in ranks
-        if predicted.at_peak and (few or predicted.rank == predicted.like)
-    }
+    few = _few_of(state.prediction) if state.prediction else []
+    return {one.rank: one.at_peak for one in few if one.at_peak}
 
 
 def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
@@ -528,18 +473,11 @@ def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
     step = _predicted_step(state, one.rank)
     axis = Axis.of_bytes(max(held.peak, step.peak if step else 0))
     times = [_ms(time) for time in held.times] + [_ms(held.seconds)]
+    area = partial(Line, y_unit=axis.bytes_each, stacked=True)
     lines = tuple(
-        Line(
-            f"{owner}-{one.rank}-{held.step}",
-            owner,
-            times,
-            [*held.owners[owner], held.owners[owner][-1]],
-            colour=colours.OWNERS[owner],
-            y_unit=axis.bytes_each,
-            stacked=True,
-        )
+        area(f"{owner}-{one.rank}-{held.step}", owner, times, [*sizes, sizes[-1]], colours.OWNERS[owner])
         for owner in OWNERS
-        if any(held.owners.get(owner, ()))
+        if any(sizes := held.owners.get(owner, ()))
     )
     bands = tuple(
         (name, _ms(start), _ms(end), colours.PHASES.get(name, colours.INK)) for name, start, end in held.phases

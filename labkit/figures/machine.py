@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy
 from msgspec import structs
 
 from labkit.analysis.metrics import rank_throughput, step_seconds
@@ -208,16 +209,11 @@ def _of_step(shown: Scene, what: str, timelines: Mapping[int, Timeline], held: M
     for keys, timeline in zip(numbered.values(), timelines.values()):
         for key, call in zip(keys, timeline.comm):
             all_began[key] = max(all_began.get(key, 0.0), call.start)
-    acted = {
-        number: Acted(
-            timeline,
-            [
-                Communication(call, tuple(call.ranks or ()), all_began[key])
-                for key, call in zip(numbered[number], timeline.comm)
-            ],
-        )
-        for number, timeline in timelines.items()
-    }
+    acted = {}
+    for number, timeline in timelines.items():
+        calls = zip(numbered[number], timeline.comm)
+        comm = [Communication(call, tuple(call.ranks or ()), all_began[key]) for key, call in calls]
+        acted[number] = Acted(timeline, comm)
     seconds = max(timeline.seconds for timeline in timelines.values())
     return replace(shown, what=what, seconds=seconds, acted=acted, held=known)
 
@@ -253,8 +249,7 @@ def _placed(timeline: Timeline, number: int, traced: int) -> Timeline:
 
 def _counted(step: PredictedStep) -> Timeline:
     """A traced step as a timeline of operations, without communication, whose moments are not known."""
-    simulated = PredictedTimeline(step.seconds, step.phases, [], [(0.0, step.seconds)], {})
-    return as_profiled(simulated)
+    return as_profiled(PredictedTimeline(step.seconds, step.phases, [], [(0.0, step.seconds)], {}))
 
 
 def _group(call: Call, number: int, traced: int) -> list[int] | None:
@@ -283,13 +278,7 @@ def _stretched(step: MemoryStep | PredictedStep | None, timeline: Timeline) -> H
             knots += zip(old, new)
     knots.append((max(step.seconds, knots[-1][0]), timeline.seconds))
     places, moments = zip(*knots)
-    return Held(_interpolated(step.times, places, moments), step.owners)
-
-
-def _interpolated(values: Iterable[float], places: Sequence[float], results: Sequence[float]) -> list[float]:
-    import numpy
-
-    return [float(result) for result in numpy.interp([*values], places, results)]
+    return Held(numpy.interp(step.times, places, moments).tolist(), step.owners)
 
 
 def _holding(state: RunState) -> dict[int, dict[str, float]]:
@@ -474,32 +463,17 @@ class _Card:
     def draw(self, picture: _Picture, state: RunState) -> None:
         """Adds the shapes that are the same in all frames, and those that frames change."""
         rank, x, y = self.rank, self._x, self._y
-        picture.rectangle(
-            f"card{rank}",
-            x,
-            y,
-            self._width,
-            self._height,
-            rx="8",
-            fill="var(--labkit-card, none)",
-            stroke="currentColor",
-            stroke_opacity="0.28",
-        )
+        frame = {"rx": "8", "fill": "var(--labkit-card, none)", "stroke": "currentColor", "stroke_opacity": "0.28"}
+        picture.rectangle(f"card{rank}", x, y, self._width, self._height, **frame)
         picture.rectangle(f"mark{rank}", x + 8, y + 8, 9, 9, rx="4.5", fill=colours.rank_colour(rank))
         name = f"rank {rank}" if self._words else f"{rank}"
         picture.text(f"name{rank}", x + 21, y + 17, name, font_weight="600", font_size="12.5")
         status, tone = _status(state, rank)
         status = _fitting(status, self._width - 37 - 7.5 * len(name))
         if self._words and status:
-            picture.text(
-                f"status{rank}",
-                x + self._width - 8,
-                y + 17,
-                status,
-                text_anchor="end",
-                font_size="10.5",
-                **({"fill": tone, "font_weight": "600"} if tone else {"opacity": "0.75"}),
-            )
+            look = {"fill": tone, "font_weight": "600"} if tone else {"opacity": "0.75"}
+            right = x + self._width - 8
+            picture.text(f"status{rank}", right, y + 17, status, text_anchor="end", font_size="10.5", **look)
         left, top, width, height = self._inside()
         for owner in OWNERS:
             if any(owner in held.owners for held in self._shown.held.values()):
@@ -517,16 +491,9 @@ class _Card:
         picture.text(f"bytes{rank}", beside, line, "", font_size="11" if self._narrow else "12.5")
         speed = self._speed(state)
         if line + 17 > y + self._height - 22 and self._width > 200:  # no room for lines below: beside
-            for number, words in enumerate(speed[:1]):
-                picture.text(
-                    f"speed{rank}-{number}",
-                    x + self._width - 8,
-                    line,
-                    words,
-                    font_size="11.5",
-                    opacity="0.8",
-                    text_anchor="end",
-                )
+            right = x + self._width - 8
+            for words in speed[:1]:
+                picture.text(f"speed{rank}-0", right, line, words, text_anchor="end", font_size="11.5", opacity="0.8")
         elif not self._narrow:
             for number, words in enumerate(speed):
                 below = line + 18 + 17 * number
@@ -536,42 +503,27 @@ class _Card:
         self._draw_strip(picture)
 
     def _draw_strip(self, picture: _Picture) -> None:
-        shown, foot = self._shown, self._y + self._height
+        shown, left, foot = self._shown, self._x + 8, self._y + self._height
         acted = shown.acted.get(self.rank)
         if acted is None or not shown.seconds:
             return
         along = self.strip / shown.seconds
         for number, (phase, start, end) in enumerate(acted.timeline.phases):
-            if phase != _BETWEEN and (end - start) * along > 0.3:
-                colour = colours.PHASES.get(phase, colours.INK)
-                picture.rectangle(
-                    f"phase{self.rank}-{number}",
-                    self._x + 8 + start * along,
-                    foot - 15,
-                    (end - start) * along,
-                    6,
-                    fill=colour,
-                )
+            begin, length = start * along, (end - start) * along
+            if phase != _BETWEEN and length > 0.3:
+                colour, name = colours.PHASES.get(phase, colours.INK), f"phase{self.rank}-{number}"
+                picture.rectangle(name, left + begin, foot - 15, length, 6, fill=colour)
         drawn = -1.0
         for number, part in enumerate(acted.comm):
             begin = part.call.start * along
             length = min(part.call.end, shown.seconds) * along - begin
             if begin + length < drawn + _NEXT:
                 continue  # too close to the one before to be seen
-            colour = colours.OPERATIONS.get(part.call.op, colours.OTHER_OPERATION)
-            picture.rectangle(
-                f"comm{self.rank}-{number}", self._x + 8 + begin, foot - 8, max(1.0, length), 3.5, fill=colour
-            )
+            colour, name = colours.OPERATIONS.get(part.call.op, colours.OTHER_OPERATION), f"comm{self.rank}-{number}"
+            picture.rectangle(name, left + begin, foot - 8, max(1.0, length), 3.5, fill=colour)
             drawn = begin + length
-        picture.rectangle(
-            f"head{self.rank}",
-            self._x + 7.25,
-            foot - 17,
-            1.5,
-            14,
-            fill="currentColor",
-            **{"class": "labkit-head-of-step"},
-        )
+        look = {"fill": "currentColor", "class": "labkit-head-of-step"}
+        picture.rectangle(f"head{self.rank}", left - 0.75, foot - 17, 1.5, 14, **look)
 
     def at(self, start: float, end: float) -> Changes:
         """What changes in a frame."""
@@ -698,18 +650,8 @@ def _draw_nodes(picture: _Picture, shown: Scene) -> None:
         if inside != [*ranks]:
             return
     for number, (host, (left, top, right, bottom)) in enumerate(boxes.items()):
-        picture.rectangle(
-            f"node{number}",
-            left,
-            top,
-            right - left,
-            bottom - top,
-            rx="12",
-            fill="none",
-            stroke="currentColor",
-            stroke_opacity="0.4",
-            stroke_dasharray="3 4",
-        )
+        look = {"fill": "none", "stroke": "currentColor", "stroke_opacity": "0.4", "stroke_dasharray": "3 4"}
+        picture.rectangle(f"node{number}", left, top, right - left, bottom - top, rx="12", **look)
         picture.text(f"host{number}", left + 10, top - 4, host, font_size="10.5", opacity="0.85")
 
 
@@ -737,15 +679,16 @@ def _legend(picture: _Picture, shown: Scene, ranks: int) -> None:
 # ---- what flows
 
 
+_Link = tuple[int, int]  # from one rank to another
+
+
 class _Flows:
     """The links between cards, one for each direction, and which of them are used in a frame."""
 
     def __init__(self, shown: Scene):
         self._places = places = shown.grid
-        self._active: dict[
-            int, dict[tuple[int, int], tuple[str, float]]
-        ] = {}  # by frame and link: what, how many bytes
-        self._pairs: set[tuple[int, int]] = set()
+        self._active: dict[int, dict[_Link, tuple[str, float]]] = {}  # by frame and link: what, how many bytes
+        self._pairs: set[_Link] = set()
         for number, acted in shown.acted.items():
             for part in acted.comm:
                 begin = part.all_began if part.call.op in MUTUAL else part.call.start
@@ -765,35 +708,13 @@ class _Flows:
                 picture.path(
                     f"link{source}-{target}", course, stroke="currentColor", stroke_opacity="0.14", stroke_width="2"
                 )
-            picture.path(
-                f"flow{source}-{target}",
-                course,
-                stroke="none",
-                stroke_linecap="round",
-                stroke_dasharray="0.1 9",
-                **{"class": "labkit-flow"},
-            )
+            dots = {"stroke": "none", "stroke_linecap": "round", "stroke_dasharray": "0.1 9", "class": "labkit-flow"}
+            picture.path(f"flow{source}-{target}", course, **dots)
         for source, target in sorted(self._pairs):
             if (place := self._between(source, target)) and (source < target or (target, source) not in self._pairs):
-                x, y = place
-                picture.text(
-                    f"says{min(source, target)}-{max(source, target)}",
-                    x,
-                    y,
-                    "",
-                    text_anchor="middle",
-                    font_size="11",
-                    font_weight="600",
-                )
-                picture.text(
-                    f"size{min(source, target)}-{max(source, target)}",
-                    x,
-                    y + 34,
-                    "",
-                    text_anchor="middle",
-                    font_size="10.5",
-                    opacity="0.8",
-                )
+                (x, y), ends = place, _ends(source, target)
+                picture.text(f"says{ends}", x, y, "", text_anchor="middle", font_size="11", font_weight="600")
+                picture.text(f"size{ends}", x, y + 34, "", text_anchor="middle", font_size="10.5", opacity="0.8")
 
     def at(self, frame: int) -> Changes:
         """The links that are used in a frame."""
@@ -808,7 +729,7 @@ class _Flows:
                 "stroke-width": f"{3 + 4 * share:.1f}" if op else "0",
             }
             if self._between(*pair):
-                ends = f"{min(pair)}-{max(pair)}"
+                ends = _ends(*pair)
                 if op or f"says{ends}" not in changes:
                     changes[f"says{ends}"] = {"text": op}
                     changes[f"size{ends}"] = {"text": size(count) if count else ""}
@@ -839,12 +760,13 @@ class _Flows:
         (row1, column1), (row2, column2) = self._places.place(source), self._places.place(target)
         if row1 != row2 or abs(column1 - column2) != 1 or self._places.gap[0] < 62:
             return None
-        x = (
-            min(self._places.corner(source)[0], self._places.corner(target)[0])
-            + self._places.width
-            + self._places.gap[0] / 2
-        )
-        return x, self._places.corner(source)[1] + self._places.height / 2 - 15
+        left, top = min(self._places.corner(source), self._places.corner(target))
+        return left + self._places.width + self._places.gap[0] / 2, top + self._places.height / 2 - 15
+
+
+def _ends(source: int, target: int) -> str:
+    """The two ends of a link in the name of a shape, whichever way it is used."""
+    return f"{min(source, target)}-{max(source, target)}"
 
 
 def _frames(seconds: float, begin: float, end: float) -> range:
@@ -856,7 +778,7 @@ def _frames(seconds: float, begin: float, end: float) -> range:
     return range(first, last)
 
 
-def _pairs(number: int, part: Communication, places: Grid) -> Iterator[tuple[int, int]]:
+def _pairs(number: int, part: Communication, places: Grid) -> Iterator[_Link]:
     """From which rank to which data flow, for the part of a rank in a collective: around a ring of the group, to and
     from its first rank, or between all of them, as long as these are few enough to be told apart."""
     op, ranks = part.call.op, part.ranks

@@ -95,15 +95,16 @@ class Marks:
     values: tuple[float | None, ...]
 
 
+Stretch = tuple[int, float, float, str]  # its lane (an index into the categories of the y axis), start, end, hover text
+
+
 @dataclass(frozen=True)
 class Spans:
-    """Stretches of time of one kind, each with its lane (an index into the categories of the y axis), start, end and
-    hover text.
-    """
+    """Stretches of time of one kind."""
 
     name: str
     colour: str
-    stretches: tuple[tuple[int, float, float, str], ...]
+    stretches: tuple[Stretch, ...]
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,10 @@ class Axis:
     labels: tuple[str, ...] = ()
 
     @classmethod
-    def of_bytes(cls, largest: float, least: float = 1.0) -> Axis:
+    def of_bytes(cls, largest: float) -> Axis:
         """An axis of bytes up to `largest`, in the unit that suits it."""
         each, name = scale(largest)
-        return cls(name, least=least, bytes_each=each)
+        return cls(name, bytes_each=each)
 
     def in_words(self, value: float | None) -> str:
         """A value on an axis of bytes, in the unit that suits the value."""

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.diagnose import Finding
-from labkit.analysis.foreign import Page
+from labkit.analysis.foreign import Page, Table
 from labkit.analysis.guess import own_sentences, sentences
 from labkit.analysis.ledger import Entry
 from labkit.analysis.metrics import efficiency
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
 # ---- any table, notes and feedback
 
+Rows = Sequence[Sequence[str]]
 
-def table_text(heads: Sequence[str], rows: Sequence[Sequence[str]], words: Container[str] = ()) -> str:
+
+def table_text(heads: Sequence[str], rows: Rows, words: Container[str] = ()) -> str:
     """A table as text: names in the first column, figures in the others, except in the columns `words`."""
     widths = [max(map(len, column)) for column in zip(heads, *rows)]
     aligned = [str.ljust if head == heads[0] or head in words else str.rjust for head in heads]
@@ -38,13 +40,18 @@ def table_text(heads: Sequence[str], rows: Sequence[Sequence[str]], words: Conta
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], words: Container[str] = ()) -> str:
+def table_html(heads: Sequence[str], rows: Rows, words: Container[str] = ()) -> str:
     """A table; every cell is escaped. The columns in `words` are aligned left."""
     styles = [' style="text-align: left"' if name in words else "" for name in heads]
     head = "".join(f"<th{style}>{escape(name)}</th>" for name, style in zip(heads, styles))
     cells = ["".join(f"<td{style}>{escape(cell)}</td>" for cell, style in zip(row, styles)) for row in rows]
     body = "".join(f"<tr>{row}</tr>" for row in cells)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def titled_html(table: Table) -> str:
+    """A table below its title."""
+    return f"<p><b>{escape(table.title)}</b></p>{table_html(table.heads, table.rows, table.words)}"
 
 
 def notes_html(notes: Sequence[str]) -> str:
@@ -65,6 +72,32 @@ def marked_html(what: str, state: str, title: str, words: str) -> str:
 def _notes(said: Iterable[str]) -> str:
     lines = "".join(f"<p>{escape(sentence)}</p>" for sentence in said)
     return f'<div class="labkit-notes">{lines}</div>' if lines else ""
+
+
+class Tables:
+    """What shows a title, tables and sentences: as HTML in a notebook, as text elsewhere."""
+
+    @property
+    def title(self) -> str:
+        """What stands above the tables."""
+        raise NotImplementedError
+
+    def tables(self) -> Iterable[tuple[Sequence[str], Rows]]:
+        """The heads and the rows of each table."""
+        raise NotImplementedError
+
+    @property
+    def sentences(self) -> list[str]:
+        """What follows the tables."""
+        return []
+
+    def __repr__(self) -> str:
+        tables = (table_text(heads, rows) for heads, rows in self.tables())
+        return visible("\n\n".join(filter(None, [self.title, *tables, "\n".join(self.sentences)])))
+
+    def _repr_html_(self) -> str:
+        tables = "".join(table_html(heads, rows) for heads, rows in self.tables())
+        return f"{_notes([self.title])}{tables}{_notes(self.sentences)}"
 
 
 # ---- a run: findings, ledger, ranks, and how well it was predicted
@@ -118,53 +151,32 @@ def findings_html(findings: Iterable[Finding]) -> str:
 def ledger_html(entries: Iterable[Entry]) -> str:
     """The ledger as a table: bytes per step by operation, measured and expected, and why they differ; empty for
     none."""
+    heads = ("sent per step, all ranks", "calls per rank", "measured", "expected", "formula", "why they differ")
     rows = []
     for entry in entries:
         theory = "–" if entry.theory is None else size(entry.theory)
-        cells = (entry.op, f"{entry.calls:g}", size(entry.measured), theory, entry.formula, entry.reason)
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    if not rows:
-        return ""
-    heads = ("sent per step, all ranks", "calls per rank", "measured", "expected", "formula", "why they differ")
-    head = "".join(f"<th>{name}</th>" for name in heads)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        rows.append((entry.op, f"{entry.calls:g}", size(entry.measured), theory, entry.formula, entry.reason))
+    return table_html(heads, rows) if rows else ""
 
 
 def ranks_html(name: str, state: RunState) -> str:
     """The figures of the run called `name` as an HTML table with one row per rank, and below it how well it was
     predicted."""
     summary = summarise(state)
-    head = (
-        "rank",
-        "exit code",
-        "ms per step",
-        "95th percentile (ms)",
-        "peak memory",
-        *(f"{phase} (ms)" for phase in summary.ranks[0].phase_seconds),
-    )
+    phases = (f"{phase} (ms)" for phase in summary.ranks[0].phase_seconds)
+    heads = ("rank", "exit code", "ms per step", "95th percentile (ms)", "peak memory", *phases)
     rows = []
     for rank in summary.ranks:
-        peak = rank.peak_memory_bytes
-        cells = [
-            rank.rank,
-            rank.exit_code,
-            _ms(rank.step_seconds_median),
-            _ms(rank.step_seconds_p95),
-            None if peak is None else size(peak),
-        ]
-        cells += [_ms(value) for value in rank.phase_seconds.values()]
-        rows.append("".join(f"<td>{'–' if cell is None else escape(str(cell))}</td>" for cell in cells))
+        code, peak = rank.exit_code, rank.peak_memory_bytes
+        cells = [str(rank.rank), "–" if code is None else str(code)]
+        cells += [_ms(rank.step_seconds_median), _ms(rank.step_seconds_p95), "–" if peak is None else size(peak)]
+        rows.append(cells + [_ms(value) for value in rank.phase_seconds.values()])
     figures = [state.words, f"{summary.steps:,} steps"]
     figures += efficiency(state).words
     figures += [f"loss {summary.loss:.4f}"] if summary.loss is not None else []
     figures += [f"accuracy {summary.accuracy:.1%}"] if isinstance(summary.accuracy, (int, float)) else []
-    heads = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return (
-        f"<p><b>{escape(name)}</b>"
-        f" {escape(' · '.join(figures))}</p><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
-        + outcome_html(state)
-    )
+    head = f"<p><b>{escape(name)}</b> {escape(' · '.join(figures))}</p>"
+    return f"{head}{table_html(heads, rows)}{outcome_html(state)}"
 
 
 def outcome_html(state: RunState) -> str:
@@ -186,8 +198,8 @@ def speed_html(state: RunState) -> str:
     return f'<span class="labkit-speed">{escape(said)}</span>' if said else ""
 
 
-def _ms(seconds: float | None) -> str | None:
-    return None if seconds is None else f"{1000 * seconds:.2f}"
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{1000 * seconds:.2f}"
 
 
 # ---- a prediction
@@ -262,8 +274,7 @@ class Prediction:
         return visible("\n".join([self.title, *lines, *self.notes]))
 
     def _repr_html_(self) -> str:
-        title = f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>'
-        return f"{title}{table_html(self.heads, self.rows)}{notes_html(self.notes)}"
+        return f"{_notes([self.title])}{table_html(self.heads, self.rows)}{notes_html(self.notes)}"
 
 
 def _prediction_cells(ranks: Sequence[PredictedRank]) -> tuple[str, ...]:
@@ -324,7 +335,6 @@ class Explained:
         parts = []
         for page in self.pages:
             parts += [f"<h4>{escape(page.title)}</h4>", findings_html(page.findings) or f"<p>{NO_FINDINGS}</p>"]
-            for table in page.tables:
-                parts += [f"<p><b>{escape(table.title)}</b></p>", table_html(table.heads, table.rows, table.words)]
+            parts += map(titled_html, page.tables)
             parts += [f"<p>{escape(note)}</p>" for note in page.notes]
         return "".join(parts)

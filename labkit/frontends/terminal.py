@@ -18,6 +18,7 @@ from rich.text import Text
 from labkit.analysis.changes import Difference
 from labkit.analysis.comparison import HEADS, Row, cells, recorded_elsewhere, sentences
 from labkit.analysis.diagnose import Finding, findings
+from labkit.analysis.foreign import Table as TitledTable
 from labkit.analysis.guess import sentences as predicted
 from labkit.analysis.ledger import ledger
 from labkit.analysis.metrics import (
@@ -40,14 +41,11 @@ from labkit.course.classroom.page import HEADS as CLASS_HEADS
 from labkit.course.classroom.page import about as class_about
 from labkit.course.classroom.page import cells as class_cells
 from labkit.course.classroom.page import title as class_title
-from labkit.figures.advice import HEADS as ADVICE_HEADS
-from labkit.figures.advice import MISFIT_HEADS, Advised, Comparison, Estimated, Scaled
-from labkit.figures.atlas import EVIDENCE_HEADS, Atlas
-from labkit.figures.atlas import HEADS as ATLAS_HEADS
+from labkit.figures.atlas import EVIDENCE_HEADS
 from labkit.figures.charts import timeline
 from labkit.figures.colours import PHASES as PHASE_COLOURS
 from labkit.figures.colours import rank_colour
-from labkit.figures.tables import NO_FINDINGS, Explained, Prediction
+from labkit.figures.tables import NO_FINDINGS, Explained, Prediction, Tables
 from labkit.frontends.console import Console
 from labkit.launch.leases import Ticket, devices, duration
 from labkit.record.documents import Summary, UnreadableRun
@@ -57,9 +55,6 @@ from labkit.record.ranks import RankState
 from labkit.record.state import RunState, is_starting, newest_milestone, start_in_words, start_table
 from labkit.record.writer import PHASES
 from labkit.runs.comparing import Comparing
-
-# ---- what a terminal shows: lists of runs, one run, and a run that is watched until it ends
-
 
 # ---- what the tables of the terminal have in common
 
@@ -149,15 +144,9 @@ def formatted(value: float | None, form: str) -> str:
 def runs_table(rows: Sequence[Summary | UnreadableRun]) -> RenderableType:
     """A table of recorded runs from their summaries, newest last, followed by the reasons why some cannot be read."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name, justify in (
-        ("run", "left"),
-        ("state", "left"),
-        ("workload", "left"),
-        ("ranks", "right"),
-        ("steps", "right"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=True, overflow="fold" if name == "run" else "ellipsis")
-    for name in ("seconds", "samples/s", "loss", "accuracy"):
+    for name in ("run", "state", "workload"):
+        table.add_column(name, no_wrap=True, overflow="fold" if name == "run" else "ellipsis")
+    for name in ("ranks", "steps", "seconds", "samples/s", "loss", "accuracy"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         if isinstance(row, UnreadableRun):
@@ -222,32 +211,11 @@ def prediction_table(found: Prediction) -> RenderableType:
     return Group(Text(visible_line(found.title)), table, *notes)
 
 
-def advice_tables(found: Advised) -> RenderableType:
-    """What fits and what does not, and the sentences about them."""
-    tables = [(ADVICE_HEADS, found.rows), (MISFIT_HEADS, found.misfits), (EVIDENCE_HEADS, found.evidence)]
-    shown = [part for heads, rows in tables if rows for part in (_figures(heads, rows), Text(""))]
-    said = [Text(visible_line(sentence)) for sentence in found.sentences]
-    return Group(Text(visible_line(found.title)), Text(""), *shown, *said)
-
-
-def atlas_table(found: Atlas, limit: int) -> RenderableType:
-    """Published runs, at most `limit` of them, and the sentences about them."""
-    said = [Text(visible_line(sentence)) for sentence in found.notes(limit)]
-    table = _figures(ATLAS_HEADS, found.rows(limit))
-    return Group(Text(visible_line(found.title)), Text(""), table, Text(""), *said)
-
-
-def estimate_tables(found: Estimated | Comparison) -> RenderableType:
-    """The tables of an estimate or of a comparison with published runs, and the sentences about them."""
-    tables = [part for heads, rows in found.tables() for part in (_figures(heads, rows), Text(""))]
-    said = [Text(visible_line(sentence)) for sentence in found.sentences]
-    return Group(Text(visible_line(found.title)), Text(""), *tables, *said)
-
-
-def scaling_tables(found: Scaled) -> RenderableType:
-    """Weak and strong scaling."""
+def tables_of(found: Tables) -> RenderableType:
+    """A title, tables, and the sentences about them."""
     tables = [part for heads, rows in found.tables() for part in (Text(""), _figures(heads, rows))]
-    return Group(Text(visible_line(found.title)), *tables)
+    said = [Text(visible_line(sentence)) for sentence in found.sentences]
+    return Group(Text(visible_line(found.title)), *tables, *([Text("")] if said else []), *said)
 
 
 def explanation(found: Explained) -> RenderableType:
@@ -257,12 +225,13 @@ def explanation(found: Explained) -> RenderableType:
         parts.append(Text(visible_line(page.title), style="bold"))
         parts += [_finding(finding) for finding in page.findings] or [Text(f"\n{NO_FINDINGS}")]
         for table in page.tables:
-            parts += [
-                Text(f"\n{visible_line(table.title)}", style="bold"),
-                _figures(table.heads, table.rows, table.words),
-            ]
+            parts += _titled(table)
         parts += [Text("")] + [Text(visible_line(note), style="dim") for note in page.notes]
     return Group(*parts)
+
+
+def _titled(table: TitledTable) -> list[RenderableType]:
+    return [Text(f"\n{visible_line(table.title)}", style="bold"), _figures(table.heads, table.rows, table.words)]
 
 
 def _figures(
@@ -295,7 +264,7 @@ def comparison(
     if changed:
         said.append(Text(f"\n{visible_line(changed.sentence)}", style="bold"))
         for part in changed.tables:
-            said += [Text(f"\n{visible_line(part.title)}", style="bold"), _figures(part.heads, part.rows, part.words)]
+            said += _titled(part)
     return Group(table, phase_legend(), *said)
 
 
@@ -369,12 +338,8 @@ def _progress(state: RunState) -> RenderableType:
         return Group(words, figures)
     grid = _grid(0, 1)
     waits = not state.step  # an indeterminate bar until the first step
-    grid.add_row(
-        words,
-        ProgressBar(
-            total=total, completed=min(state.step, total), pulse=waits, complete_style="cyan", finished_style="green"
-        ),
-    )
+    look = {"complete_style": "cyan", "finished_style": "green"}
+    grid.add_row(words, ProgressBar(total, min(state.step, total), pulse=waits, **look))
     return Group(grid, figures)
 
 
@@ -581,9 +546,8 @@ def watch_comparison(comparing: Comparing, console: Console, look: Callable[[], 
             for row in rows:
                 if row.over and row.run and row.run not in said:
                     said.add(row.run)
-                    console.print(
-                        Text(visible_line(f"{row.title}: {row.words} · {row.steps} steps · {row.run}")), soft_wrap=True
-                    )
+                    words = f"{row.title}: {row.words} · {row.steps} steps · {row.run}"
+                    console.print(Text(visible_line(words)), soft_wrap=True)
         console.print(comparison(comparing.rows, comparing.left_out))
         return comparing.rows
     with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:

@@ -6,7 +6,7 @@ Every figure names its public source. `here` is the machine that the lab runs on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from labkit.common.arguments import check_choice, shown
 
@@ -99,35 +99,31 @@ def _gpu(
     name: str,
     driver: str,
     flops: Mapping[str, float],
-    memory: int,
-    bandwidth: float,
-    efficiency: float,
-    attention: float,
-    largest: float,
+    stores: tuple[int, float],
+    reached: tuple[float, float, float],
     fitted: str,
     sheet: str,
     sources: Mapping[str, str] | None = None,
     workspace: int = BEFORE_HOPPER,
 ) -> Accelerator:
-    """A row: `flops` in 10¹² per second, `bandwidth` in 10⁹ bytes per second; peak, memory and bandwidth are those of a
-    data `sheet` unless `sources` say otherwise; `fitted` says where efficiency and attention come from. Products reach
-    at most the fraction `largest` of the peak, and the efficiency in the middle of their range."""
+    """A row: `flops` in 10¹² per second; `stores` has the memory, and its bandwidth in 10⁹ bytes per second; `reached`
+    the efficiency, that in attention, and the largest fraction of the peak that products reach, with the efficiency in
+    the middle of their range. Peak, memory and bandwidth are those of a data `sheet` unless `sources` say otherwise;
+    `fitted` says where efficiency and attention come from."""
+    (memory, bandwidth), (efficiency, attention, largest) = stores, reached
     said = {"flops": sheet, "memory": sheet, "bandwidth": sheet, "efficiency": fitted, "attention": fitted}
     peaks = {precision: rate * 1e12 for precision, rate in flops.items()}
-    reached = {"products": (2 * efficiency - largest, largest), **_KERNELS}
+    ranges = {"products": (2 * efficiency - largest, largest), **_KERNELS}
     known = {**said, "products": "an assumption: a range around the efficiency", **_OF_KERNELS, **(sources or {})}
-    return Accelerator(name, peaks, memory, bandwidth * 1e9, efficiency, attention, reached, known, driver, workspace)
+    return Accelerator(name, peaks, memory, bandwidth * 1e9, efficiency, attention, ranges, known, driver, workspace)
 
 
 T4 = _gpu(
     "NVIDIA T4",
     "Tesla T4",
     {"fp32": 8.1, "fp16": 65},
-    15 * GIB,
-    320,
-    0.37,
-    0.1,
-    0.45,
+    (15 * GIB, 320),
+    (0.37, 0.1, 0.45),
     "24 of 65 TFLOP/s in cuBLAS, limited by 70 W: forums.developer.nvidia.com/t/264462",
     "NVIDIA T4 data sheet",
     {
@@ -136,42 +132,24 @@ T4 = _gpu(
         "attention": "an assumption: its share of the efficiency as on an A100",
     },
 )
-V100_PEAKS = {"fp32": 15.7, "fp16": 125}
 V100 = _gpu(
     "NVIDIA V100 SXM2 16 GB",
     "Tesla V100-SXM2-16GB",
-    V100_PEAKS,
-    16 * GIB,
-    900,
-    0.62,
-    0.16,
-    0.75,
+    {"fp32": 15.7, "fp16": 125},
+    (16 * GIB, 900),
+    (0.62, 0.16, 0.75),
     _ASSUMED,
     "NVIDIA V100 data sheet",
 )
-V100_32 = _gpu(
-    "NVIDIA V100 SXM3 32 GB",
-    "Tesla V100-SXM2-32GB",
-    V100_PEAKS,
-    32 * GIB,
-    900,
-    0.62,
-    0.16,
-    0.75,
-    _ASSUMED,
-    "NVIDIA V100 data sheet",
-)
+V100_32 = replace(V100, name="NVIDIA V100 SXM3 32 GB", driver="Tesla V100-SXM2-32GB", memory=32 * GIB)
 _A100_PEAKS = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}
 _A100_PRODUCTS = f"at most {_LARGEST}: 271.2 of 312 TFLOP/s"
 A100 = _gpu(
     "NVIDIA A100 SXM 80 GB",
     "NVIDIA A100",
     _A100_PEAKS,
-    80 * GIB,
-    2039,
-    0.81,
-    0.34,
-    0.869,
+    (80 * GIB, 2039),
+    (0.81, 0.34, 0.869),
     _FITTED,
     "NVIDIA A100 data sheet",
     {"memory": "NVIDIA A100 data sheet; nvidia-smi reports 81,920 MiB", "products": _A100_PRODUCTS},
@@ -180,11 +158,8 @@ A100_40 = _gpu(
     "NVIDIA A100 SXM 40 GB",
     "NVIDIA A100-SXM4-40GB",
     _A100_PEAKS,
-    40 * GIB,
-    1555,
-    0.81,
-    0.34,
-    0.869,
+    (40 * GIB, 1555),
+    (0.81, 0.34, 0.869),
     "as of the A100 with 80 GB",
     "NVIDIA A100 data sheet",
     {"products": _A100_PRODUCTS},
@@ -195,11 +170,8 @@ H100 = _gpu(
     "NVIDIA H100 SXM 80 GB",
     "NVIDIA H100 80GB HBM3",
     _HOPPER,
-    81_559 * MIB,
-    3350,
-    0.7,
-    0.175,
-    0.803,
+    (81_559 * MIB, 3350),
+    (0.7, 0.175, 0.803),
     _FITTED,
     "NVIDIA H100 data sheet, without sparsity",
     {"memory": "80 GB by the data sheet, of which nvidia-smi reports 81,559 MiB", "products": _H100_PRODUCTS},
@@ -209,11 +181,8 @@ H100_96 = _gpu(
     "NVIDIA H100 SXM 96 GB, 500 W",
     "NVIDIA H100 96GB",
     _HOPPER,
-    97_871 * MIB,
-    2400,
-    0.56,
-    0.175,
-    0.7,
+    (97_871 * MIB, 2400),
+    (0.56, 0.175, 0.7),
     _FITTED,
     "NVIDIA H100 data sheet, without sparsity",
     {
@@ -226,11 +195,8 @@ H200 = _gpu(
     "NVIDIA H200 SXM",
     "NVIDIA H200",
     _HOPPER,
-    143_771 * MIB,
-    4800,
-    0.7,
-    0.175,
-    0.803,
+    (143_771 * MIB, 4800),
+    (0.7, 0.175, 0.803),
     "as of the H100, which has the same chip",
     "NVIDIA H200 data sheet, without sparsity",
     {"memory": "141 GB by the data sheet, of which nvidia-smi reports 143,771 MiB"},
@@ -241,11 +207,8 @@ B200 = _gpu(
     "NVIDIA B200",
     "NVIDIA B200",
     _BLACKWELL,
-    180 * GIB,
-    8000,
-    0.7,
-    0.16,
-    0.8,
+    (180 * GIB, 8000),
+    (0.7, 0.16, 0.8),
     _ASSUMED,
     "NVIDIA DGX B200 data sheet, without sparsity",
     workspace=FROM_HOPPER,
@@ -254,11 +217,8 @@ GB200 = _gpu(
     "NVIDIA GB200",
     "NVIDIA GB200",
     {**_BLACKWELL, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000},
-    186 * GIB,
-    8000,
-    0.7,
-    0.16,
-    0.8,
+    (186 * GIB, 8000),
+    (0.7, 0.16, 0.8),
     _ASSUMED,
     "NVIDIA GB200 NVL72 data sheet, without sparsity",
     workspace=FROM_HOPPER,
@@ -267,11 +227,8 @@ MI300X = _gpu(
     "AMD Instinct MI300X",
     "AMD Instinct MI300X",
     {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9},
-    192 * GIB,
-    5300,
-    0.5,
-    0.12,
-    0.6,
+    (192 * GIB, 5300),
+    (0.5, 0.12, 0.6),
     "about half of the peak in large products: S. Bekman, Machine Learning Engineering, compute/accelerator",
     "AMD Instinct MI300X data sheet, without sparsity",
 )
@@ -279,11 +236,8 @@ MI250X = _gpu(
     "AMD Instinct MI250X, one of two dies",
     "AMD Instinct MI250X",
     {"fp32": 47.9, "bf16": 191.5, "fp16": 191.5},
-    64 * GIB,
-    1638,
-    0.6,
-    0.15,
-    0.7,
+    (64 * GIB, 1638),
+    (0.6, 0.15, 0.7),
     "an assumption",
     "AMD Instinct MI250X data sheet",
 )
@@ -291,11 +245,8 @@ L4 = _gpu(
     "NVIDIA L4",
     "NVIDIA L4",
     {"fp32": 30.3, "tf32": 60, "bf16": 121, "fp16": 121, "fp8": 242.5},
-    23_034 * MIB,
-    300,
-    0.5,
-    0.16,
-    0.6,
+    (23_034 * MIB, 300),
+    (0.5, 0.16, 0.6),
     "an assumption: limited by 72 W, as the T4 by 70 W",
     "NVIDIA L4 data sheet, without sparsity",
 )
@@ -303,11 +254,8 @@ A10G = _gpu(
     "NVIDIA A10G",
     "NVIDIA A10G",
     {"fp32": 31.2, "tf32": 35, "bf16": 70, "fp16": 70},
-    23_028 * MIB,
-    600,
-    0.8,
-    0.3,
-    0.85,
+    (23_028 * MIB, 600),
+    (0.8, 0.3, 0.85),
     "as of the A100",
     "AWS, EC2 G5 instances: 70 TFLOP/s dense in 16 bits",
 )
@@ -315,11 +263,8 @@ A6000 = _gpu(
     "NVIDIA RTX A6000",
     "NVIDIA RTX A6000",
     {"fp32": 38.7, "tf32": 77.4, "bf16": 154.8, "fp16": 154.8},
-    49_140 * MIB,
-    768,
-    0.75,
-    0.3,
-    0.8,
+    (49_140 * MIB, 768),
+    (0.75, 0.3, 0.8),
     "as of the A100, limited by 300 W",
     "NVIDIA RTX A6000 data sheet, without sparsity",
 )
@@ -327,11 +272,8 @@ RTX3090 = _gpu(
     "NVIDIA GeForce RTX 3090",
     "NVIDIA GeForce RTX 3090",
     {"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71},
-    24 * GIB,
-    936,
-    0.85,
-    0.4,
-    0.95,
+    (24 * GIB, 936),
+    (0.85, 0.4, 0.95),
     "an assumption: products in 16 bits with sums in 32 bits come close to the halved peak",
     "NVIDIA Ampere GA102 whitepaper, with FP32 accumulation",
 )
@@ -339,11 +281,8 @@ RTX4090 = _gpu(
     "NVIDIA GeForce RTX 4090",
     "NVIDIA GeForce RTX 4090",
     {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3},
-    24_564 * MIB,
-    1008,
-    0.85,
-    0.4,
-    0.95,
+    (24_564 * MIB, 1008),
+    (0.85, 0.4, 0.95),
     "an assumption: products in 16 bits with sums in 32 bits come close to the halved peak",
     "NVIDIA Ada GPU architecture whitepaper, with FP32 accumulation",
 )

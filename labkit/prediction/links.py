@@ -416,7 +416,7 @@ class Modelled(CommunicationModel):
         fastest = min(times, key=lambda name: times[name])
         return Duration(times[fastest], "modelled", fastest)
 
-    def by_algorithm(self, operation: str, size: int, ranks: int, nodes: int = 1) -> dict[str, float]:
+    def by_algorithm(self, operation: str, size: int, ranks: int, nodes: int) -> dict[str, float]:
         """The seconds of each algorithm of an operation of `OPERATIONS`, with its faster protocol; `LookupError` if
         this machine has no such links."""
         check_fits(self._machine, ranks, nodes)

@@ -54,11 +54,9 @@ from labkit.setup.machine import Machine
 Programs = Mapping[int, Sequence[Sequence[Any]]]  # by rank
 _KEPT = 200  # cached plans
 _PACKAGES = ("plan", "prediction", "probe", "training")  # whose code a prediction depends on
-_WITHOUT_EFFECT = frozenset(
-    (
-        *("steps", "epochs", "seed", "save_every", "checkpoint_async", "resume"),
-        *("tensors", "hang_after", "sample_every", "max_restarts"),
-    )
+_WITHOUT_EFFECT = (
+    *("steps", "epochs", "seed", "save_every", "checkpoint_async", "resume"),
+    *("tensors", "hang_after", "sample_every", "max_restarts"),
 )
 
 _READ = "read.json"  # next to the plan of a script: what it read
@@ -75,7 +73,7 @@ def predict(spec: Spec, cancelled: Callable[[], bool] = never) -> Plan:
     known = cached(spec)
     if known is not None:
         return known
-    return _on_this_machine(_new(spec, cancelled)[0], spec)
+    return on(_new(spec, cancelled)[0], spec, DEVICES[HERE])
 
 
 def programs(spec: Spec, cancelled: Callable[[], bool] = never) -> Programs:
@@ -91,10 +89,6 @@ def programs(spec: Spec, cancelled: Callable[[], bool] = never) -> Programs:
 def on(plan: Plan, spec: Spec, machine: Device) -> Plan:
     """A plan with what is known about the devices of a machine of the table."""
     return with_fit(on_gpus(replace(plan, peak=peak_of(spec, machine)), machine), spec, machine)
-
-
-def _on_this_machine(plan: Plan, spec: Spec) -> Plan:
-    return on(plan, spec, DEVICES[HERE])
 
 
 def _new(spec: Spec, cancelled: Callable[[], bool]) -> tuple[Plan, Programs]:
@@ -130,9 +124,10 @@ def cached(spec: Spec) -> Plan | None:
     there is none."""
     folder = cache_folder(spec)
     with suppress(OSError, ValueError, Unreadable):
-        if spec.strategy or _is_unchanged(json.loads((folder / _READ).read_text())):
+        read = {} if spec.strategy else json.loads((folder / _READ).read_text())
+        if all(_state(path) == state for path, state in read.items()):
             known = read_document(folder / "plan.json", Plan)
-            return _on_this_machine(known, spec) if known else None
+            return on(known, spec, DEVICES[HERE]) if known else None
     return None
 
 
@@ -231,12 +226,11 @@ def on_gpus(plan: Plan, machine: Device) -> Plan:
     workspace = accelerator.workspace if accelerator else BEFORE_HOPPER
     parts = [_on_gpu(part, workspace) for part in plan.classes]
     steps = {rank: part.step for part in parts if part.allocator for rank in part.ranks}
-    ranks = [
-        replace(predicted, peak_memory_bytes=steps[predicted.rank].peak, at_peak=steps[predicted.rank].at_peak)
-        if predicted.rank in steps
-        else predicted
-        for predicted in plan.ranks
-    ]
+    ranks = []
+    for predicted in plan.ranks:
+        if step := steps.get(predicted.rank):
+            predicted = replace(predicted, peak_memory_bytes=step.peak, at_peak=step.at_peak)
+        ranks.append(predicted)
     return replace(plan, ranks=ranks, classes=parts)
 
 
@@ -331,9 +325,8 @@ def _measured(spec: Spec, machine: Machine) -> Peak:
 def kernels_of(machine: Machine, ranks: int) -> LinkTable:
     """The measured table with what kernels reach on this machine, of the nearest number of ranks; `LookupError` if
     there is none."""
-    table = _nearest(
-        [candidate for candidate in stored(machine).tables if candidate.kernels and candidate.peaks], ranks
-    )
+    tables = [candidate for candidate in stored(machine).tables if candidate.kernels and candidate.peaks]
+    table = _nearest(tables, ranks)
     if table is None:
         raise LookupError(f"what kernels reach on this machine has not been measured; measure it with {CALIBRATE}")
     return table
@@ -401,8 +394,7 @@ def keep(spec: Spec, plan: Plan, read: Iterable[str] = ()) -> None:
     with suppress(OSError):
         folder = made(spec)
         if spec.strategy is None:
-            traffic = {path: _state(path) for path in read}
-            write_atomically(folder / _READ, json.dumps(traffic), private=True)
+            write_atomically(folder / _READ, json.dumps({path: _state(path) for path in read}), private=True)
         write_atomically(folder / "plan.json", json.dumps(plain(plan)), private=True)
         same = folder.parent.glob("?" * len(folder.name))  # nothing else that may be there
         for old in sorted(same, key=lambda path: path.stat().st_mtime)[:-_KEPT]:
@@ -414,11 +406,6 @@ def made(spec: Spec) -> Path:
     folder = cache_folder(spec)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
-
-
-def _is_unchanged(read: dict[str, list[int]]) -> bool:
-    """Whether each path is as it was."""
-    return all(_state(path) == state for path, state in read.items())
 
 
 def _state(path: str) -> list[int]:

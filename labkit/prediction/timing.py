@@ -22,7 +22,7 @@ import dataclasses
 import json
 import math
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -159,9 +159,7 @@ class _Simulation:
         cores: int | None,
         steps: int,
     ):
-        counts: dict[int, int] = defaultdict(int)
-        for rank in like.values():
-            counts[rank] += 1
+        counts = Counter(like.values())
         self._ranks = {number: _Rank(program, counts[number]) for number, program in programs.items()}
         self._like, self._links, self._cores, self._count = like, links, cores, steps
         self._width = 1 if cores is None else _AT_A_TIME
@@ -265,25 +263,22 @@ class _Simulation:
         rate = 1.0
         if self._cores is not None:
             busy = [number for operation in running for number in operation.started]
-            busy += {
-                number for operation in delayed for number in operation.started
-            }  # a rank is delayed by several at once
+            # a rank is delayed by several at once
+            busy += {number for operation in delayed for number in operation.started}
             load = sum(rank.copies for rank in computing) + sum(self._ranks[number].copies for number in busy)
             rate = min(1.0, self._cores / load)
-        passed = min(
-            [operation.left for operation in (*computing, *running)] + [operation.delay for operation in delayed]
-        )
+        moving = (*computing, *running)
+        passed = min([*(operation.left for operation in moving), *(operation.delay for operation in delayed)])
         self._time += passed / rate
         for operation in delayed:
             operation.delay = _less(operation.delay, passed)
-        for operation in (*computing, *running):
+        for operation in moving:
             operation.left = _less(operation.left, passed)
         for queue in self._queues.values():
-            for operation in [
-                operation for operation in islice(queue, self._width) if not operation.delay and not operation.left
-            ]:
-                operation.end = self._time
-                queue.remove(operation)
+            for operation in [*islice(queue, self._width)]:
+                if not operation.delay and not operation.left:
+                    operation.end = self._time
+                    queue.remove(operation)
 
     def _release(self) -> None:
         """Every rank waits for an operation that another one never starts: classes need not be symmetric. The operation
@@ -321,16 +316,10 @@ def _timeline(rank: _Rank, number: int, end: float) -> PredictedTimeline:
             busy[-1] = (busy[-1][0], stop)
         else:
             busy.append((start, stop))
-    comm = [
-        Call(
-            start.op,
-            operation.started[number] - rank.began,
-            min(operation.end, end) - rank.began,
-            operation.bytes,
-            ranks=[*start.ranks],
-        )
-        for start, operation in rank.own.values()
-    ]
+    comm = []
+    for start, operation in rank.own.values():
+        began, over = operation.started[number] - rank.began, min(operation.end, end) - rank.began
+        comm.append(Call(start.op, began, over, operation.bytes, ranks=[*start.ranks]))
     return PredictedTimeline(end - rank.began, phases, comm, busy, dict(exposed))
 
 

@@ -46,7 +46,8 @@ def classes(spec: Spec) -> list[list[int]]:
         alike: dict[States | None, list[int]] = {}
         for rank in range(stage * each, (stage + 1) * each):
             alike.setdefault(held[rank], []).append(rank)
-        largest, *others = sorted(alike.values(), key=lambda ranks: -_bytes(held[ranks[0]]))
+        sizes = {ranks[0]: (own.total if own else 0) for own, ranks in alike.items()}
+        largest, *others = sorted(alike.values(), key=lambda ranks: -sizes[ranks[0]])
         traced = max(0, MOST // pipes - 1)
         found += [largest + [rank for ranks in others[traced:] for rank in ranks], *others[:traced]]
     return found
@@ -69,10 +70,6 @@ def _evenly(ranks: int) -> list[list[int]]:
     count = min(ranks, MOST)
     firsts = [number * (ranks - 1) // (count - 1) for number in range(count)] if count > 1 else [0]
     return [[*range(first, end)] for first, end in zip(firsts, [*firsts[1:], ranks])]
-
-
-def _bytes(held: States | None) -> float:
-    return held.total if held else 0
 
 
 # ---- the process that traces

@@ -10,7 +10,7 @@ from fabricate import FakeRun
 
 from labkit import report
 from labkit.frontends.magic import MOST
-from labkit.frontends.magic.cell import Cell, CellError, RankOutput, Shown, script_html, value_text
+from labkit.frontends.magic.cell import Cell, CellError, RankOutput, Shown, script_bundle, value_text
 from labkit.record.follow import Follower
 from labkit.setup.machine import Gpu, Machine
 
@@ -159,7 +159,7 @@ def test_nothing_that_ranks_write_or_report_becomes_markup():
     hostile = "<script>alert(1)</script>"
     ranks = [RankOutput(0, hostile, hostile), RankOutput(1, "", hostile, aside=True, fate=hostile)]
     shown = Shown(hostile, "bad", ranks, {0: {hostile: hostile}, 1: {}}, hint=hostile)
-    assert "<script" not in shown.html() + script_html(hostile)
+    assert "<script" not in shown.html() + script_bundle(hostile)["text/html"]
     assert shown.html().count("&lt;script&gt;") == 8
     assert hostile in shown.text()
 

@@ -216,8 +216,10 @@ def test_the_table_has_the_fastest_first_and_the_failures_last():
     speeds = [speed(run) for run in found.runs]
     ran = [each for each in speeds if each is not None]
     assert ran == sorted(ran, reverse=True) and None not in speeds[: len(ran)]
-    assert len(found.rows()) == 30 and len(found.rows(None)) == len(found.runs) > 100
-    assert found.rows(None)[-1][5] == FAILED
+    ((_, rows),) = found.tables()
+    ((_, every),) = Atlas(found.runs, limit=len(found.runs)).tables()
+    assert len(rows) == 30 and len(every) == len(found.runs) > 100
+    assert every[-1][5] == FAILED
     assert f"{len(found.runs) - 30} more runs." in repr(found)
     assert found._repr_html_().count("<tr>") == 31
     assert "published runs" in found.title and str(sum(map(failed, found.runs))) in found.title

@@ -104,11 +104,7 @@ _PROPERTIES = {
     *("overflow-x", "overflow-y", "gap", "flex", "flex-direction", "flex-wrap", "align-items", "justify-content"),
     *("grid-template-columns", "border-collapse", "border-spacing", "border-radius", "table-layout"),
     *("list-style", "list-style-type"),
-    *(
-        f"{name}{side}"
-        for name in ("margin", "padding", "border")
-        for side in ("", "-top", "-right", "-bottom", "-left")
-    ),
+    *(f"{name}{side}" for name in ("margin", "padding", "border") for side in _SIDES),
     *(f"border-{part}" for part in ("color", "style", "width")),
     *("fill", "stroke", "stroke-width", "stroke-dasharray", "text-anchor"),
 }

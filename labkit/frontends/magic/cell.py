@@ -248,11 +248,9 @@ def merged(outputs: Sequence[RankOutput]) -> tuple[RankOutput, ...]:
     first = outputs[0] if outputs else None
     if first is None or len(blocks) == 1 or not first.stdout or {output.stdout for output in outputs} != {first.stdout}:
         return blocks
-    common = RankOutput(
-        first.rank, first.stdout, passed=first.passed, others=tuple(output.rank for output in outputs[1:])
-    )
-    rest = [replace(output, stdout="", passed=0) for output in outputs]
-    return (common, *(block for block in _together(rest)))
+    others = tuple(output.rank for output in outputs[1:])
+    common = RankOutput(first.rank, first.stdout, passed=first.passed, others=others)
+    return (common, *_together([replace(output, stdout="", passed=0) for output in outputs]))
 
 
 def _together(outputs: Sequence[RankOutput]) -> tuple[RankOutput, ...]:
@@ -260,11 +258,11 @@ def _together(outputs: Sequence[RankOutput]) -> tuple[RankOutput, ...]:
     for output in outputs:
         alike = replace(output, rank=0, measured=())
         block = blocks.get(alike)
-        blocks[alike] = (
-            output
-            if block is None
-            else replace(block, others=(*block.others, output.rank), measured=(*block.measured, *output.measured))
-        )
+        if block is None:
+            blocks[alike] = output
+        else:
+            measured = (*block.measured, *output.measured)
+            blocks[alike] = replace(block, others=(*block.others, output.rank), measured=measured)
     return tuple(blocks.values())
 
 
@@ -301,15 +299,11 @@ class Shown:
     @property
     def _said(self) -> Sequence[RankOutput]:
         """The ranks whose output is shown: all of them, or none if they reported values and wrote nothing."""
-        return (
-            self.ranks
-            if not self.reports
-            or any(
-                output.stdout or output.stderr or output.passed or output.value or output.pictures or output.pages
-                for output in self.ranks
-            )
-            else ()
+        wrote = any(
+            output.stdout or output.stderr or output.passed or output.value or output.pictures or output.pages
+            for output in self.ranks
         )
+        return self.ranks if wrote or not self.reports else ()
 
     @property
     def _numbers(self) -> list[int]:
@@ -351,13 +345,11 @@ def _block(output: RankOutput) -> str:
     said = f'<pre style="{_PRE}">{_clean(output.stdout)}</pre>' if output.stdout else ""
     shown = _below(output) or output.value
     value = f'<pre class="labkit-cell-value" style="{_PRE}">{_clean(shown)}</pre>' if shown else ""
-    errors = (
-        f'<pre class="labkit-cell-stderr" style="{_PRE};border-top:1px dashed'
-        f' {_TONES["bad"]}">{_clean(output.stderr)}</pre>'
-    )
-    if not output.stderr:
-        errors = ""
-    elif output.aside:
+    errors = ""
+    if output.stderr:
+        style = f"{_PRE};border-top:1px dashed {_TONES['bad']}"
+        errors = f'<pre class="labkit-cell-stderr" style="{style}">{_clean(output.stderr)}</pre>'
+    if errors and output.aside:
         errors = f"<details><summary>stderr</summary>{errors}</details>"
     pictures = "".join(_image(*picture, output.name) for picture in output.pictures)
     nothing = "" if said or errors or passed or value or pictures else '<span style="opacity:.75">(no output)</span>'
@@ -399,15 +391,11 @@ def counted_ranks(nproc: int, device: str = "") -> str:
     return f"{nproc} {kind}" + ("" if nproc == 1 else "s")
 
 
-def script_html(script: str) -> str:
-    """The generated script in a collapsible section."""
-    code = f'<pre style="{_PRE};padding:4px 10px">{escape(script)}</pre>'
-    return f'<details class="labkit-cell-script"><summary>The script that every rank runs</summary>{code}</details>'
-
-
 def script_bundle(script: str) -> dict[str, str]:
-    """The generated script by MIME type; as text there is none."""
-    return {"text/html": script_html(script), "text/plain": ""}
+    """The generated script in a collapsible section, by MIME type; as text there is none."""
+    code = f'<pre style="{_PRE};padding:4px 10px">{escape(script)}</pre>'
+    fold = f'<details class="labkit-cell-script"><summary>The script that every rank runs</summary>{code}</details>'
+    return {"text/html": fold, "text/plain": ""}
 
 
 def columns(reports: Mapping[int, Mapping[str, Any]]) -> list[str]:

@@ -332,14 +332,14 @@ class KeptCell:
         if self._interrupted is not None and len(interrupted) == len(errors):
             self._show("quiet", f"interrupted after {seconds_text(took)}", hint, final=True)
         elif errors:
-            first = next(iter(errors))
+            first = next(iter(errors.values()))
+            said = first["type"] + (f": {first['message']}" if first["message"] else "")
             alike = [
                 number
                 for number, error in errors.items()
-                if (error["type"], error["message"]) == (errors[first]["type"], errors[first]["message"])
+                if (error["type"], error["message"]) == (first["type"], first["message"])
             ]
-            where = f" at line {errors[first]['line']}" if errors[first]["line"] else ""
-            said = errors[first]["type"] + (f": {errors[first]['message']}" if errors[first]["message"] else "")
+            where = f" at line {first['line']}" if first["line"] else ""
             self._show("bad", f"{ranks_text(alike)} failed{where}: {said}", hint, final=True)
         elif self._cut is not None:
             self._show("bad", f"{ranks_text(self._numbers)} could not complete the cell", hint, final=True)
@@ -376,7 +376,7 @@ class KeptCell:
             texts[stream] = self._named("\n".join(lines)).rstrip("\n")
             if stream == STREAMS[0]:
                 texts[stream] = texts[stream].rpartition(_CLEAR)[2]
-        fate, value = "", ""
+        fate, value, measured = "", "", ()
         if rank.done is not None:
             error, value = rank.done["error"], rank.done["value"]
             measured = (Measured(rank.done["seconds"], rank.done["peak"], rank.done["sent"]),)
@@ -388,19 +388,8 @@ class KeptCell:
                 fate = "failed"
             if error and fate == "failed":
                 texts["stderr"] = "\n".join(filter(None, (texts["stderr"], self._named(error["traceback"]))))
-        else:
-            measured = ()
-        return RankOutput(
-            number,
-            texts["stdout"],
-            texts["stderr"],
-            passed,
-            fate,
-            value=self._named(value),
-            pictures=rank.pictures,
-            pages=rank.pages,
-            measured=measured,
-        )
+        made = {"pictures": rank.pictures, "pages": rank.pages, "measured": measured}
+        return RankOutput(number, texts["stdout"], texts["stderr"], passed, fate, value=self._named(value), **made)
 
     def _named(self, text: str) -> str:
         """Names of cells without quotes, as IPython has them."""
@@ -758,17 +747,12 @@ class _Held:
         state = group.run.state
         self._title = f"{group.name}: {state.words}"
         pids = state.status.ranks or {}
-        self._ranks = [
-            (
-                str(rank),
-                str(pids.get(rank, pids.get(str(rank), "–"))),
-                message.fields.get("device", group.spec.device),
-                _memory(message.fields),
-            )
-            for rank, message in answers.items()
-        ]
+        self._ranks: list[tuple[str, ...]] = []
         rows: dict[tuple[str, ...], list[int]] = {}
         for rank, message in answers.items():
+            pid = str(pids.get(rank, pids.get(str(rank), "–")))
+            device = message.fields.get("device", group.spec.device)
+            self._ranks.append((str(rank), pid, device, _memory(message.fields)))
             for row in message.fields["rows"]:
                 known = (row["name"], row["type"], *(row.get(key, "") for key in ("shape", "dtype", "device")))
                 rows.setdefault((*map(str, known), _size(row.get("bytes"))), []).append(rank)

@@ -172,9 +172,8 @@ class CellRun:
     def _outputs(self, state: RunState) -> tuple[RankOutput, ...]:
         failure = state.failure
         outputs = [self._output(rank, failure) for rank in range(self.cell.spec.nproc)]
-        return tuple(
-            sorted(outputs, key=lambda output: failure is None or output.rank != failure.rank)
-        )  # the first to fail comes first
+        # the first to fail comes first
+        return tuple(sorted(outputs, key=lambda output: failure is None or output.rank != failure.rank))
 
     def _output(self, rank: int, failure: Failure | None) -> RankOutput:
         texts, passed = {}, 0

@@ -431,7 +431,7 @@ class TimelineTab(_Tab):
 
     def __init__(self, folder: Callable[[], RunFolder | None], lock: AbstractContextManager[Any]):
         super().__init__(folder, lock, Charts({"timeline": lambda state: timeline(state, self._chosen())}, lock))
-        self._which = widgets.Dropdown(options=[(_NEWEST, 0)], value=0, description="Step", layout={"width": "150px"})
+        self._which = widgets.dropdown("Step", [(_NEWEST, 0)], 0, layout={"width": "150px"})
         self._which.observe(lambda _: self.charts.redraw(), "value")
         hint = "Save a trace for ui.perfetto.dev or chrome://tracing"
         self._export = widgets.button("Save trace", hint, self._save, disabled=True)

@@ -73,13 +73,8 @@ class ClassPanel:
 
     def _widget(self) -> Any:
         self.title, self.body, self._said = widgets.HTML(), widgets.HTML(), widgets.HTML()
-        self.hide = widgets.ToggleButton(
-            description="Hide names",
-            tooltip="Numbers in place of names, for the projector",
-            value=self._class.hide_names,
-            css="labkit-hide",
-        )
-        self.hide.observe(lambda change: self._hide(change["new"]), "value")
+        hint = "Numbers in place of names, for the projector"
+        self.hide = widgets.toggle("Hide names", hint, self._hide, value=self._class.hide_names, css="labkit-hide")
         hint = "Zips that learners have sent you, into the folder of the class: NAME.zip is the learner NAME"
         self.upload = widgets.FileUpload(
             description="Add zips", accept=".zip", multiple=True, tooltip=hint, css="labkit-upload"

@@ -15,7 +15,7 @@ from labkit.analysis.changes import Difference, of_folders
 from labkit.analysis.comparison import HEADS, Row, alike, cells, newest, recorded, recorded_elsewhere, sentences
 from labkit.common.text import escape
 from labkit.figures import comparison as pictures
-from labkit.figures.tables import table_html
+from labkit.figures.tables import titled_html
 from labkit.frontends.panel import widgets
 from labkit.frontends.panel.recorded import label
 from labkit.frontends.panel.view import style
@@ -124,11 +124,8 @@ def _table(rows: Sequence[Row]) -> str:
 def _changes_html(changed: Difference | None) -> str:
     if changed is None:
         return ""
-    tables = [
-        f"<p><b>{escape(table.title)}</b></p>{table_html(table.heads, table.rows, table.words)}"
-        for table in changed.tables
-    ]
-    return f'<div class="labkit-changes"><p>{escape(changed.sentence)}</p>{"".join(tables)}</div>'
+    tables = "".join(map(titled_html, changed.tables))
+    return f'<div class="labkit-changes"><p>{escape(changed.sentence)}</p>{tables}</div>'
 
 
 def _row(row: Row, texts: Sequence[str], kind: str = "") -> str:
@@ -261,8 +258,7 @@ class CompareTab:
     def _own_choice(self) -> ipywidgets.Box:
         """A button that opens the checkboxes of all strategies."""
         hint = "Choose the strategies to compare"
-        self._choose_button = widgets.ToggleButton(description="Choose yourself", tooltip=hint)
-        self._choose_button.observe(lambda change: widgets.show(self._choices, change["new"]), "value")
+        self._choose_button = widgets.toggle("Choose yourself", hint, lambda on: widgets.show(self._choices, on))
         hint = "Run the selected strategies, one after another"
         self._start_button = widgets.button("▶ Compare", hint, self.start, css="labkit-compare-run")
         boxes = widgets.HBox(list(self._boxes.values()), css="labkit-boxes")
@@ -272,8 +268,7 @@ class CompareTab:
     def _recorded(self) -> ipywidgets.Box:
         """A button that opens the list of recorded runs to compare."""
         hint = "Compare recorded runs without running anything"
-        self._recorded_button = widgets.ToggleButton(description="Recorded", tooltip=hint)
-        self._recorded_button.observe(self._disclose, "value")
+        self._recorded_button = widgets.toggle("Recorded", hint, self._disclose)
         self._list = ipywidgets.SelectMultiple(rows=9, description="Recorded runs")
         hint = "Show the table and charts of the selected runs"
         self._chosen_button = widgets.button("Compare selected", hint, self._show_chosen)
@@ -311,7 +306,8 @@ class CompareTab:
 
     def start(self) -> None:
         """Starts comparing the checked strategies, or shows why it cannot."""
-        chosen = [name for name, box in self._boxes.items() if box.value and name not in self._refused()]
+        boxes = self._boxes.items()
+        chosen = [name for name, box in boxes if box.value and (name == BASELINE.name or not box.disabled)]
         self._compare(chosen, self._fields)
 
     def _ask(self, question: Question) -> None:
@@ -356,9 +352,9 @@ class CompareTab:
         if folders:
             self._show(0, folders, "Newest comparison in this runs folder. ")
 
-    def _disclose(self, change: dict[str, Any]) -> None:
-        widgets.show(self._popover, change["new"])
-        if change["new"]:
+    def _disclose(self, shown: bool) -> None:
+        widgets.show(self._popover, shown)
+        if shown:
             self._list.disabled = True  # a choice would be lost when the list is filled
             _in_a_thread(self._list_runs)
 
@@ -412,9 +408,6 @@ class CompareTab:
         """Stops the current run and skips the remaining ones; returns immediately."""
         self._stop_button.disabled = True
         threading.Thread(target=self._comparing.stop, daemon=True, name="labkit stop").start()
-
-    def _refused(self) -> set[str]:
-        return {name for name, box in self._boxes.items() if box.disabled and name != BASELINE.name}
 
     def _free(self, free: bool) -> None:
         for button in (self._start_button, self._recorded_button, *(card.button for card in self._cards)):

@@ -115,18 +115,11 @@ class Settings:
         self._known: dict[str, Any] = dict(values)  # also of strategies that are not chosen now
         self._row, self._workload = chosen
         self._widgets: dict[str, ipywidgets.ValueWidget] = {}
-        self.more = widgets.ToggleButton(
-            description="Settings",
-            tooltip="Batch size, length, precision, further options and faults",
-            css="labkit-more",
-        )
-        self.more.observe(self._disclose, "value")
-        self.fault = widgets.Dropdown(
-            options=[("none", None), *((row.title, row.name) for row in FAULTS.values())],
-            value=fault,
-            description="Inject fault",
-            tooltip="Inject a fault into the generated script",
-        )
+        hint = "Batch size, length, precision, further options and faults"
+        self.more = widgets.toggle("Settings", hint, self._disclose, css="labkit-more")
+        faults = [("none", None), *((row.title, row.name) for row in FAULTS.values())]
+        hint = "Inject a fault into the generated script"
+        self.fault = widgets.dropdown("Inject fault", faults, fault, tooltip=hint)
         self.popover = widgets.VBox(layout=widgets.HIDDEN, css="labkit-popover")
         self._shows = widgets.HTML()
         self.widget = widgets.Box([self.more, self.popover], layout={}, css="labkit-options")
@@ -175,10 +168,10 @@ class Settings:
             yield self._widgets[option.name]
             yield widgets.HTML(f'<div class="labkit-help">{escape(option.help)}</div>')
 
-    def _disclose(self, change: dict[str, Any]) -> None:
-        if change["new"]:
+    def _disclose(self, shown: bool) -> None:
+        if shown:
             self._fill()
-        widgets.show(self.popover, change["new"])
+        widgets.show(self.popover, shown)
 
 
 def _groups(row: Strategy, workload: Workload) -> tuple[tuple[str, tuple[Option, ...]], ...]:
@@ -197,7 +190,7 @@ def _widget(option: Option, values: dict[str, Any]) -> ipywidgets.ValueWidget:
     value, name = values.get(option.name, option.default), option.name
     common = {"value": value, "description": name, "tooltip": option.help}
     if option.choices:
-        return widgets.Dropdown(options=list(option.choices), **common)
+        return widgets.dropdown(name, list(option.choices), value, tooltip=option.help)
     if isinstance(option.default, bool):
         return widgets.Checkbox(indent=False, **common)
     if isinstance(option.default, (int, float)):
@@ -233,9 +226,7 @@ class Choices:
         start = _settled(Spec(**defaults), machine)
         self._kept = {name: getattr(start, name) for name in defaults if _ABOUT[name].panel == DEFAULT}
         self._wanted_nproc = start.nproc
-        self.precision = widgets.Dropdown(
-            options=list(_ABOUT["precision"].choices), value=start.precision, description="precision"
-        )
+        self.precision = widgets.dropdown("precision", list(_ABOUT["precision"].choices), start.precision)
         self._make(start)
         self._settings = Settings(
             start.options, start.fault, (start.strategy_row, WORKLOADS[start.workload]), self._first(), self._changed
@@ -259,32 +250,21 @@ class Choices:
             layout={"width": "auto"},
             css="labkit-strategy labkit-field",
         )
-        self.further = widgets.Dropdown(
-            options=[("more", ""), *((row.title, row.name) for row in rest)],
-            value=start.strategy if STRATEGIES[start.strategy].further else "",
-            description="More strategies",
-            tooltip="More strategies",
-            css="labkit-further",
-        )
+        names = [("more", ""), *((row.title, row.name) for row in rest)]
+        value = start.strategy if STRATEGIES[start.strategy].further else ""
+        name = "More strategies"
+        self.further = widgets.dropdown(name, names, value, tooltip=name, css="labkit-further")
         pairs = [
             (f"{row.title.partition(':')[0]} · {data}", (row.name, data))
             for row in WORKLOADS.values()
             for data in row.data
         ]
-        self.workload = widgets.Dropdown(
-            options=pairs,
-            value=(start.workload, start.data),
-            description="Workload",
-            layout={"width": "190px"},
-            css="labkit-field labkit-workload",
-        )
-        self.device = widgets.Dropdown(
-            options=[("GPUs", "cuda"), ("CPU ranks", "cpu")] if self._machine.gpus else [("CPU ranks", "cpu")],
-            value=device,
-            description="Train on",
-            layout={"width": "110px"} | ({} if self._machine.gpus else widgets.HIDDEN),
-            css="labkit-field",
-        )
+        value, css = (start.workload, start.data), "labkit-field labkit-workload"
+        self.workload = widgets.dropdown("Workload", pairs, value, layout={"width": "190px"}, css=css)
+        has_gpus = bool(self._machine.gpus)
+        names = [*([("GPUs", "cuda")] if has_gpus else []), ("CPU ranks", "cpu")]
+        layout = {"width": "110px"} | ({} if has_gpus else widgets.HIDDEN)
+        self.device = widgets.dropdown("Train on", names, device, layout=layout, css="labkit-field")
         self.nproc = widgets.BoundedIntText(
             value=start.nproc,
             min=1,
@@ -294,23 +274,13 @@ class Choices:
             css="labkit-field",
         )
         self.batch = _number("batch_size", start.batch_size, description="Batch size", layout={"width": "68px"})
-        self.scaling = widgets.Dropdown(
-            options=[("per rank", "weak"), ("in total", "strong")],
-            value=start.scaling,
-            description="Batch size counts samples",
-            tooltip=_SCALING,
-            layout={"width": "90px"},
-            css="labkit-field labkit-joined",
-        )
+        names, css = [("per rank", "weak"), ("in total", "strong")], "labkit-field labkit-joined"
+        look = {"tooltip": _SCALING, "layout": {"width": "90px"}, "css": css}
+        self.scaling = widgets.dropdown("Batch size counts samples", names, start.scaling, **look)
         self.length = _number("steps", start.steps or start.epochs, description="Train for", layout={"width": "70px"})
         unit = "steps" if start.steps else "epochs"
-        self.unit = widgets.Dropdown(
-            options=["epochs", "steps"],
-            value=unit,
-            description="Train for: unit",
-            layout={"width": "80px"},
-            css="labkit-field labkit-joined",
-        )
+        names = ["epochs", "steps"]
+        self.unit = widgets.dropdown("Train for: unit", names, unit, layout={"width": "80px"}, css=css)
         self.explanation, self.where = widgets.HTML(), widgets.HTML(layout={})
         self._mark_further()
 

@@ -122,9 +122,7 @@ class Predict:
         self._elsewhere: tuple[Spec | None, str, Plan | None] = (None, "", None)  # the newest plan for another machine
         self.button = widgets.button(_TITLE, _HINT, self._start, disabled=True, css="labkit-predict")
         names = [("this machine", HERE), *((name, name) for name in ACCELERATED)]
-        self.machine = widgets.Dropdown(
-            options=names, value=HERE, description="Predict for", tooltip=_FOR, css="labkit-guess-field"
-        )
+        self.machine = widgets.dropdown("Predict for", names, HERE, tooltip=_FOR, css="labkit-guess-field")
         self.machine.observe(lambda _: self._move(), names="value")
 
     def allow(self, allowed: bool) -> None:

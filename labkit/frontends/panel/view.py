@@ -281,10 +281,8 @@ class RunView:
         self.words = widgets.HTML(state_html("ready", "quiet"), css="labkit-words")
         self.progress = widgets.HTML(progress_html(self.state))
         self.finding = widgets.HTML(css="labkit-above")
-        self._why = widgets.ToggleButton(
-            description="Why?", tooltip="Show evidence, cause and fix", layout=widgets.HIDDEN, css="labkit-why"
-        )
-        self._why.observe(lambda _: self._explain(), "value")
+        hint, look = "Show evidence, cause and fix", {"layout": widgets.HIDDEN, "css": "labkit-why"}
+        self._why = widgets.toggle("Why?", hint, lambda _: self._explain(), **look)
         self._diagnosis = widgets.HTML(layout=widgets.HIDDEN, css="labkit-diagnoses")
         # which run is on screen: the configuration may have changed since it started
         self._what = widgets.HTML(css="labkit-what")

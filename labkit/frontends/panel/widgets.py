@@ -5,7 +5,7 @@ with a program of our own in the page, and the state of a run as short HTML frag
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,18 @@ def button(name: str, hint: str | None, press: Callable[[], object], **traits: A
     return made
 
 
+def toggle(name: str, hint: str, turned: Callable[[bool], object], **traits: Any) -> Any:
+    """A button that stays pressed; `turned` is called with whether it is."""
+    made = _made(ipywidgets.ToggleButton, description=name, tooltip=hint, **traits)
+    made.observe(lambda change: turned(change["new"]), "value")
+    return made
+
+
+def dropdown(name: str, options: Sequence[Any], value: Any, **traits: Any) -> Any:
+    """A list of options, of which `value` is chosen."""
+    return _made(ipywidgets.Dropdown, description=name, options=options, value=value, **traits)
+
+
 def show(widget: ipywidgets.Widget, shown: bool) -> None:
     """Shows or hides a widget, which has a layout of its own."""
     widget.layout.display = "" if shown else "none"
@@ -70,8 +82,7 @@ def show(widget: ipywidgets.Widget, shown: bool) -> None:
 HIDDEN = {"display": "none"}
 HTML = partial(_made, ipywidgets.HTML)
 Box, HBox, VBox = (partial(_made, kind) for kind in (ipywidgets.Box, ipywidgets.HBox, ipywidgets.VBox))
-ToggleButton, ToggleButtons = partial(_made, ipywidgets.ToggleButton), partial(_made, ipywidgets.ToggleButtons)
-Dropdown, FileUpload = partial(_made, ipywidgets.Dropdown), partial(_made, ipywidgets.FileUpload)
+ToggleButtons, FileUpload = partial(_made, ipywidgets.ToggleButtons), partial(_made, ipywidgets.FileUpload)
 Text, BoundedIntText = partial(_made, ipywidgets.Text), partial(_made, ipywidgets.BoundedIntText)
 Combobox, Checkbox = partial(_made, ipywidgets.Combobox), partial(_made, ipywidgets.Checkbox)
 

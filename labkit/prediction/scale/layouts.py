@@ -279,6 +279,15 @@ class Sharding:
     across: bool = False
 
 
+_FSDP = Sharding(
+    "fsdp",
+    "FSDP",
+    ("parameters", "gradients", "optimizer"),
+    forward=("all_gather",),
+    backward=("all_gather", "reduce_scatter"),
+    buffers=(0, 2, 1),
+)
+
 # ZeRO: Rajbhandari et al. 2020, sections 5 and 7. DDP: Li et al. 2020; its buckets are a second copy of the gradients
 # (gradient_as_bucket_view=False). FSDP: Zhao et al. 2023: the gathered unit, the prefetched one, and unreduced
 # gradients; its hybrid sharding all-reduces the shards of the gradients among the groups.
@@ -295,24 +304,8 @@ SHARDINGS: dict[str, Sharding] = {
             after=("all_gather",),
             buffers=(0, 0, 2),
         ),
-        Sharding(
-            "fsdp",
-            "FSDP",
-            ("parameters", "gradients", "optimizer"),
-            forward=("all_gather",),
-            backward=("all_gather", "reduce_scatter"),
-            buffers=(0, 2, 1),
-        ),
-        Sharding(
-            "hsdp",
-            "HSDP",
-            ("parameters", "gradients", "optimizer"),
-            forward=("all_gather",),
-            backward=("all_gather", "reduce_scatter"),
-            once=("all_reduce",),
-            buffers=(0, 2, 1),
-            across=True,
-        ),
+        _FSDP,
+        replace(_FSDP, name="hsdp", title="HSDP", once=("all_reduce",), across=True),
     )
 }
 LEAST_POSITIONS = 1024  # of a sequence, on a rank: with fewer, attention waits for keys and values

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,6 @@ ATTENTIONS = tuple(_ATTENTION)
 
 # ---- where the model comes from: a number of parameters, a workload of the lab, or a Hugging Face style config.json
 
-
 # ---- a number of parameters
 
 # Parameters and layers: Brown et al. 2020, table 2.1 (125M to 175B), and Llama (65B: Touvron et al. 2023; 405B: 2024).
@@ -244,8 +243,7 @@ def parameters_in_words(count: float) -> str:
 
 
 def _titled(model: Model, title: str) -> Model:
-    fields = {**vars(model), "title": f"{title} ({model.layers} layers × {model.width:,})"}
-    return Model(**fields)
+    return replace(model, title=f"{title} ({model.layers} layers × {model.width:,})")
 
 
 # ---- a workload of the lab
