@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -16,7 +17,7 @@ from labkit.analysis.metrics import expert_loads, phase_seconds, rolling_through
 from labkit.analysis.prediction import as_profiled, predicted_timelines
 from labkit.analysis.profiled import ahead, aligned, beyond, clocks, exposed, newest, overlap, usual
 from labkit.analysis.summary import nodes_in_words
-from labkit.common.units import size
+from labkit.common.units import counted, size
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Derived, Line, Marks, Spans, Stretch
 from labkit.record.documents import Plan, PredictedRank, PredictedStep
@@ -305,7 +306,7 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
         f"clock of {host} corrected by {_ms(-clock.seconds):+.2f} ± {_ms(clock.uncertainty):.2f} ms"
         for host, clock in clocks(state).items()
     ]
-    notes += [f"no timeline of {missing} rank{'s' if missing > 1 else ''}"] if missing else []
+    notes += [f"no timeline of {counted(missing, 'rank')}"] if missing else []
     left_out = max((timeline.left_out for timeline in found.values()), default=0)
     notes += [f"the last {left_out:,} collectives are omitted"] if left_out else []
     if any(timeline.backend == "gloo" for timeline in found.values()):
@@ -326,12 +327,12 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
 def _computing(step: Timeline, least: float) -> Iterator[tuple[str, float, float, str]]:
     """When the rank computed, phase by phase: phase, start, end and hover text; stretches too narrow to see are
     merged."""
-    many = {name: sum(phase == name for phase, *_ in step.phases) for name, *_ in step.phases}
-    counted: dict[str, int] = {}
+    many = Counter(name for name, *_ in step.phases)
+    numbers: Counter[str] = Counter()
     for name, start, end in step.phases:
-        counted[name] = counted.get(name, 0) + 1
+        numbers[name] += 1
         is_one_of_many = many[name] > 1 and name in ("forward", "backward")
-        which = f"{name} {counted[name]} of {many[name]}" if is_one_of_many else name
+        which = f"{name} {numbers[name]} of {many[name]}" if is_one_of_many else name
         pieces: list[list[float]] = []
         for begin, stop in step.busy:
             begin, stop = max(begin, start), min(stop, end)

@@ -33,7 +33,7 @@ from labkit.analysis.metrics import (
 from labkit.analysis.profiled import newest as newest_step
 from labkit.analysis.profiled import step_in_words
 from labkit.common.text import visible_line, visible_log
-from labkit.common.units import sizes
+from labkit.common.units import counted, sizes
 from labkit.course.classroom.overview import Overview
 from labkit.course.classroom.page import ASKED_HEADS, ago, asked_cells
 from labkit.course.classroom.page import EMPTY as NO_LEARNERS
@@ -317,7 +317,7 @@ def view(state: RunState, folder: RunFolder, height: int | None = None) -> Rende
 def _head(state: RunState, folder: RunFolder) -> RenderableType:
     spec = state.asked
     device = {"cpu": "CPU ", "cuda": "GPU "}.get(state.spec.device, "")
-    ranks = f"{state.world_size} {device}rank{'s' if state.world_size > 1 else ''}"
+    ranks = counted(state.world_size, f"{device}rank")
     if spec is None:
         title, batch = f"{Path(state.spec.script or folder.name).name} · {ranks}", state.note
     else:

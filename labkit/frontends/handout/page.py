@@ -173,8 +173,8 @@ def place(state: RunState) -> str:
     if names:
         return " + ".join(f"{count} × {name}" for name, count in names.items())
     if any(rank.device == "cpu" for rank in ranks) or state.spec.device == "cpu":
-        return f"{number} CPU rank{'' if number == 1 else 's'} (no GPU)"
-    return f"{number} rank{'' if number == 1 else 's'}"
+        return f"{counted(number, 'CPU rank')} (no GPU)"
+    return counted(number, "rank")
 
 
 def day(seconds: float | None) -> str:

@@ -388,7 +388,7 @@ def _image(kind: str, content: bytes, name: str) -> str:
 def counted_ranks(nproc: int, device: str = "") -> str:
     """`1 GPU`, `4 CPU ranks`."""
     kind = {"cpu": "CPU rank", "cuda": "GPU"}.get(device, "rank")
-    return f"{nproc} {kind}" + ("" if nproc == 1 else "s")
+    return counted(nproc, kind)
 
 
 def script_bundle(script: str) -> dict[str, str]:

@@ -213,9 +213,7 @@ class Live:
     def shown(self) -> None:
         """Call this just before the widget is displayed: from then on it waits for a page."""
         self._shown = time.monotonic()
-        timer = threading.Timer(_PATIENCE + 0.1, self.redraw)
-        timer.daemon = True
-        timer.start()
+        widgets.later(_PATIENCE + 0.1, self.redraw)
 
     def restart(self, state: RunState) -> None:
         """Shows another run."""
@@ -250,7 +248,7 @@ class Live:
         # Answered in a thread: a thread that holds the lock to read a long run must not block the kernel.
         answer = self._answers.get(message.get("kind"))
         if answer:
-            threading.Thread(target=answer, daemon=True).start()
+            widgets.in_thread("answer to a page", answer)
 
     def _is_here(self) -> None:
         with self._lock:

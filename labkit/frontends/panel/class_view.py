@@ -69,7 +69,7 @@ class ClassPanel:
         _shown[:] = [self]
         display(self._widget())
         self._over = threading.Event()
-        threading.Thread(target=self._follow, args=(self._over,), daemon=True, name="labkit class").start()
+        widgets.in_thread("class", self._follow, self._over)
 
     def _widget(self) -> Any:
         self.title, self.body, self._said = widgets.HTML(), widgets.HTML(), widgets.HTML()

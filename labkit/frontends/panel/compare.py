@@ -44,11 +44,7 @@ class ComparisonView:
 
     def follow(self, comparing: Comparing, on_over: Callable[[], None] = lambda: None) -> threading.Thread:
         """Shows a comparison until all its runs are over, in a thread, which is returned."""
-        thread = threading.Thread(
-            target=self._watch, args=(comparing, on_over), daemon=True, name="labkit view of a comparison"
-        )
-        thread.start()
-        return thread
+        return widgets.in_thread("view of a comparison", self._watch, comparing, on_over)
 
     def _watch(self, comparing: Comparing, on_over: Callable[[], None]) -> None:
         try:
@@ -407,7 +403,7 @@ class CompareTab:
     def stop(self) -> None:
         """Stops the current run and skips the remaining ones; returns immediately."""
         self._stop_button.disabled = True
-        threading.Thread(target=self._comparing.stop, daemon=True, name="labkit stop").start()
+        widgets.in_thread("stop", self._comparing.stop)
 
     def _free(self, free: bool) -> None:
         for button in (self._start_button, self._recorded_button, *(card.button for card in self._cards)):
@@ -443,5 +439,5 @@ def _popover(button: ipywidgets.ToggleButton, content: ipywidgets.Box) -> ipywid
 
 
 def _in_a_thread(work: Callable[[], None]) -> None:
-    """Runs `work`, which reads run folders, outside the kernel's main thread."""
-    threading.Thread(target=work, daemon=True, name="labkit recorded runs").start()
+    """Runs `work`, which reads run folders."""
+    widgets.in_thread("recorded runs", work)

@@ -73,9 +73,7 @@ class Availability:
             answer = self._answers.get(key, ...)
             if ask and answer is not None and key not in self._asking:
                 self._asking.add(key)
-                threading.Thread(
-                    target=self._ask, args=(key, spec), daemon=True, name="labkit availability of data"
-                ).start()
+                widgets.in_thread("availability of data", self._ask, key, spec)
         if isinstance(answer, SpecError):
             raise answer
         return answer is None
@@ -526,7 +524,7 @@ class Lab:
         self._static: StaticFigures | None = None
         self._run: Run | None = None
         self._sources, self._compare = Later(self._make_sources), Later(self._make_compare)
-        self._files = Later(self._make_files)
+        self._files = Later(lambda: OpenTab(self._kept))
         self._starting = False  # whether a thread starts a run or opens a recorded one
         self._make(presentation)
         self._changed()
@@ -583,9 +581,6 @@ class Lab:
 
         return CompareTab(self._comparable, lambda: self._starting or self._view.busy, self._cold)
 
-    def _make_files(self) -> OpenTab:
-        return OpenTab(self._kept)
-
     def _kept(self, path: str) -> None:
         """Opens a run that was made from files, unless something is running here."""
         self._recorded.refresh()
@@ -619,9 +614,7 @@ class Lab:
         display(self._widget)
         self._static = StaticFigures()
         if not self._cold:
-            warm = threading.Timer(_PICTURED, prepare)
-            warm.daemon = True
-            warm.start()
+            widgets.later(_PICTURED, prepare)
         self._view.complain(under_way())  # such as a run of a panel that a reload of the page has lost
 
     # ---- reacting to a change of the configuration
@@ -708,8 +701,7 @@ class Lab:
         self._free(False)
         self._instead.offer(None)
         self._view.say("opening the recorded run")
-        paths = (path, self._recorded.beside.value)
-        threading.Thread(target=self._read, args=paths, daemon=True, name="labkit recording").start()
+        widgets.in_thread("recording", self._read, path, self._recorded.beside.value)
 
     def _show_recorded(self, shown: bool) -> None:
         """A recorded run has a name and a time line instead of a configuration and the buttons that run it."""
@@ -753,10 +745,9 @@ class Lab:
         self._free(False)
         self._instead.offer(None)
         self._view.await_run("writing the script")
-        threading.Thread(target=self._launch, args=(spec,), daemon=True, name="labkit run").start()
+        widgets.in_thread("run", self._launch, spec)
 
     def _launch(self, spec: Spec) -> None:
-        """Runs in a thread, so that the kernel stays responsive."""
         try:
             self._view.guess.enter()
             job = start(spec, cold=self._cold)

@@ -184,8 +184,7 @@ class Predict:
         self._under_way, self._cancel = spec, threading.Event()
         self._draw()
         self._began(spec)
-        arguments = spec, self.machine.value, self._cancel
-        threading.Thread(target=self._predict, args=arguments, daemon=True, name="labkit prediction").start()
+        widgets.in_thread("prediction", self._predict, spec, self.machine.value, self._cancel)
 
     def _predict(self, spec: Spec, machine: str, cancel: threading.Event) -> None:
         try:
@@ -242,9 +241,7 @@ class Before:
         with self._lock:
             self._newest += 1
             self._planned = spec
-            timer = threading.Timer(_DEBOUNCE, self._compute, (self._newest, spec))
-        timer.daemon = True
-        timer.start()
+            widgets.later(_DEBOUNCE, self._compute, self._newest, spec)
 
     def _predicted(self, spec: Spec) -> None:
         if spec == self._planned:

@@ -298,8 +298,8 @@ class Replay:
             if not at_end:
                 self._draw()
             self._send_all()
-            work = (recordings, self._changed)
-        threading.Thread(target=self._work, args=work, daemon=True, name="labkit replay").start()
+            changed = self._changed
+        widgets.in_thread("replay", self._work, recordings, changed)
 
     def close(self) -> None:
         """Offers no run any longer."""
@@ -375,7 +375,7 @@ class Replay:
     def _heard(self, _, message, buffers) -> None:
         kind = message.get("kind")
         if kind == "ready":  # in a thread: the lock may be held while a long run is drawn, and the kernel must not wait
-            threading.Thread(target=self._send_all, daemon=True).start()
+            widgets.in_thread("answer to a page", self._send_all)
         elif kind in self._answers:
             self._answers[kind](message)
 
@@ -448,8 +448,7 @@ class OpenTab:
             return
         self.button.disabled = True
         self._said.value = state_html("reading the files", "busy")
-        self._thread = threading.Thread(target=self._read, args=(self.paths.value,), daemon=True, name="labkit open")
-        self._thread.start()
+        self._thread = widgets.in_thread("open", self._read, self.paths.value)
 
     def _read(self, text: str) -> None:
         from labkit.analysis.foreign.opening import explain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,7 +143,7 @@ class Pack:
             self.said.value = sentence_html("this configuration cannot run; the reason stands above")
             return
         self.button.disabled = True
-        threading.Thread(target=self._pack, args=(chosen,), daemon=True, name="labkit pack").start()
+        widgets.in_thread("pack", self._pack, chosen)
 
     def _pack(self, chosen: RunFolder | Spec) -> None:
         """Runs in a thread, because the versions of all packages are looked up."""

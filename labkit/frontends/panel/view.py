@@ -81,13 +81,9 @@ class Logs:
         with self._lock:
             self._folder, self._remark = folder, remark
             keys = [(rank, stream) for rank in range(nproc) for stream in STREAMS] if folder else []
-            self._tails = {key: self._tail(folder, *key) for key in keys}
+            self._tails = {key: folder.log_tail(*key, keep=_FRESH) for key in keys}
             self._wanted = _NOTHING
             self._begin()
-
-    @staticmethod
-    def _tail(folder: RunFolder, rank: int, stream: str) -> LogTail:
-        return folder.log_tail(rank, stream, keep=_FRESH)
 
     def draw(self, over: bool = False) -> None:
         """Reads new lines and sends the newest of those selected; if `over`, also a last line without a newline."""
@@ -153,7 +149,7 @@ class Logs:
 
     def _heard(self, _, message, buffers) -> None:
         if message.get("kind") in ("ready", "show"):  # in a thread, because a search reads whole files
-            threading.Thread(target=self._show, args=(message,), daemon=True).start()
+            widgets.in_thread("answer to a page", self._show, message)
 
     def _show(self, message: dict[str, Any]) -> None:
         """A new view is "ready": its message selects nothing, and it receives what the view before it showed."""
@@ -379,10 +375,7 @@ class RunView:
             stopped, self._awaited = self._awaited and self._stopping, False
             self._job, self._stopping, self._busy = job, False, True
             self._recorded = self._replayed = False
-            self._thread = threading.Thread(
-                target=self._watch, args=(job,), daemon=True, name=f"labkit view of {job.folder.name}"
-            )
-            self._thread.start()
+            self._thread = widgets.in_thread(f"view of {job.folder.name}", self._watch, job)
         if stopped:
             self.stop()
 
@@ -439,7 +432,7 @@ class RunView:
         self._stopping = True
         if self.state.over:
             self._draw()  # a click that arrives after the end: the other thread has already said how it ended
-        threading.Thread(target=self._end, args=(self._job,), daemon=True, name="labkit stop").start()
+        widgets.in_thread("stop", self._end, self._job)
 
     def _end(self, job: Job) -> None:
         try:
@@ -573,9 +566,8 @@ def _live(run: Run) -> None:
     static: list[StaticFigures] = []
     view = RunView(lambda name, state: static[0].fill(name, state))
     actions = widgets.HBox([view.stop_button, view.words, view.progress, Presentation().box], css="labkit-actions")
-    tabs = ipywidgets.Tab([view.live, view.logs.widget, view.timeline.widget, view.memory.widget])
-    for number, title in enumerate(("Live", "Logs", "Timeline", "Memory")):
-        tabs.set_title(number, title)
+    shown = [view.live, view.logs.widget, view.timeline.widget, view.memory.widget]
+    tabs = ipywidgets.Tab(shown, titles=("Live", "Logs", "Timeline", "Memory"))
     tabs.add_class("labkit-tabs")
     widget = widgets.VBox([style(), actions, tabs], css="labkit")
     view.shown()

@@ -5,6 +5,7 @@ with a program of our own in the page, and the state of a run as short HTML frag
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -85,6 +86,20 @@ Box, HBox, VBox = (partial(_made, kind) for kind in (ipywidgets.Box, ipywidgets.
 ToggleButtons, FileUpload = partial(_made, ipywidgets.ToggleButtons), partial(_made, ipywidgets.FileUpload)
 Text, BoundedIntText = partial(_made, ipywidgets.Text), partial(_made, ipywidgets.BoundedIntText)
 Combobox, Checkbox = partial(_made, ipywidgets.Combobox), partial(_made, ipywidgets.Checkbox)
+
+
+def in_thread(name: str, work: Callable[..., object], *args: Any) -> threading.Thread:
+    """Starts `work` outside the kernel's main thread, which stays responsive; it ends with the kernel."""
+    thread = threading.Thread(target=work, args=args, daemon=True, name=f"labkit {name}")
+    thread.start()
+    return thread
+
+
+def later(seconds: float, work: Callable[..., object], *args: Any) -> None:
+    """Starts `work` after some seconds, outside the kernel's main thread."""
+    timer = threading.Timer(seconds, work, args)
+    timer.daemon = True
+    timer.start()
 
 
 # ---- widgets with a program of our own
