@@ -30,7 +30,7 @@ from labkit.prediction.scale.advice import (
 )
 from labkit.prediction.scale.atlas import FEWEST, NEAR, Agreement, Checked, evidence
 from labkit.prediction.scale.layouts import FRAMEWORKS, USABLE, Layout
-from labkit.prediction.scale.step import RESERVED_FOR, Estimate, Training
+from labkit.prediction.scale.step import RESERVED_FOR, Estimate, Memory, Training
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -218,14 +218,13 @@ class Advised(Tables):
     def evidence(self) -> list[tuple[str, ...]]:
         """The cells below `EVIDENCE_HEADS`: for each layout of `rows` and `misfits` the nearest published run."""
         asked = self.advice.training
-        fits = [
-            (estimate.layout, estimate.tokens_per_second_per_gpu, estimate.memory)
-            for estimate in self.advice.ranked[:ROWS]
-        ]
-        misfits = [(misfit.layout, None, misfit.memory) for misfit in self._misfits]
+        fits = self.advice.ranked[:ROWS]
+        rows: list[tuple[Layout, float | None, Memory]] = []
+        rows += [(one.layout, one.tokens_per_second_per_gpu, one.memory) for one in fits]
+        rows += [(misfit.layout, None, misfit.memory) for misfit in self._misfits]
         return [
             evidence_cells(layout.title, rate, needs.total, evidence(asked, layout, 1)[0])
-            for layout, rate, needs in (*fits, *misfits)
+            for layout, rate, needs in rows
         ]
 
     @property
@@ -391,10 +390,8 @@ def rule_in_words(advice: Advice, said: RuleVerdict | None) -> list[str]:
     begin += [_passed(advice, kind) for kind in said.passed]
     best = said.fastest
     if said.chosen is None:
-        return [
-            *begin,
-            f"It finds nothing that fits, but {best.layout.title} does: {in_seconds(best.seconds)} per step.",
-        ]
+        other = f"{best.layout.title} does: {in_seconds(best.seconds)} per step."
+        return [*begin, f"It finds nothing that fits, but {other}"]
     chosen = f"{said.chosen.layout.title} with {in_seconds(said.chosen.seconds)} per step"
     if said.agrees and best.layout.kind == said.chosen.layout.kind:
         return [*begin, f"It agrees with the estimate here: {chosen} is the fastest."]
@@ -410,9 +407,8 @@ def rule_in_words(advice: Advice, said: RuleVerdict | None) -> list[str]:
 
 def _passed(advice: Advice, kind: str) -> str:
     if kind in advice.too_small:
-        return f"{kind} is not possible: the batch of {advice.training.batch:,} is not a multiple of" + (
-            f" {advice.too_small[kind]:,} samples."
-        )
+        multiple = f"{advice.too_small[kind]:,} samples"
+        return f"{kind} is not possible: the batch of {advice.training.batch:,} is not a multiple of {multiple}."
     missing = next((misfit.missing for misfit in advice.misfits if misfit.layout.kind == kind), None)
     return f"{kind} is not possible here." if missing is None else f"{kind} does not fit: {size(missing)} are missing."
 
@@ -490,11 +486,9 @@ class Estimated(Tables):
         """Whether it fits, and what the framework's row is based on."""
         estimate = self.estimate
         usable = estimate.layout.framework.usable * estimate.training.memory
-        fits = (
-            f"It fits: {size(usable - estimate.memory.total)} of {size(usable)} that can be used are left."
-            if estimate.fits
-            else f"It does not fit: {size(estimate.memory.total - usable)} are missing."
-        )
+        fits = f"It does not fit: {size(estimate.memory.total - usable)} are missing."
+        if estimate.fits:
+            fits = f"It fits: {size(usable - estimate.memory.total)} of {size(usable)} that can be used are left."
         framework = estimate.layout.framework
         known = "published runs of it were fitted" if framework.fitted else "no runs of it were fitted"
         return [fits, f"Framework: {framework.title} ({framework.source}); {known}."]

@@ -202,13 +202,8 @@ def axis(drawn: Drawn, which: str) -> dict[str, Any]:
         span = [-0.5, len(of.categories) - 0.5]
         order = {"categoryarray": list(map(literal, of.categories))} if drawn.chart.lines else {}
         return plain | {"type": "category", "fixedrange": True, "range": span, "showgrid": False} | order | _labels(of)
-    return plain | {
-        "range": list(getattr(drawn, f"{which}_span")),
-        "nticks": 6,
-        "tickangle": 0,
-        "separatethousands": True,
-        "autorange": False,
-    }
+    fixed = {"nticks": 6, "tickangle": 0, "separatethousands": True, "autorange": False}
+    return plain | fixed | {"range": list(getattr(drawn, f"{which}_span"))}
 
 
 def _unit(of: Axis) -> str:
@@ -237,10 +232,8 @@ def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         left, bottom, tall = 0.56 * column, 0.58 * unit * (rows - 1 - row), 0.38 * unit
         alone, its_layout = parts(drawn)
         data += [trace | {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}", "legend": f"legend{suffix}"} for trace in alone]
-        layout |= {
-            name: its_layout[name]
-            for name in ("font", "barmode", "bargap", "hovermode", "paper_bgcolor", "plot_bgcolor")
-        }
+        common = ("font", "barmode", "bargap", "hovermode", "paper_bgcolor", "plot_bgcolor")
+        layout |= {name: its_layout[name] for name in common}
         layout[f"xaxis{suffix}"] = its_layout["xaxis"] | {"domain": [left, left + 0.36], "anchor": f"y{suffix}"}
         layout[f"yaxis{suffix}"] = its_layout["yaxis"] | {"domain": [bottom, bottom + tall], "anchor": f"x{suffix}"}
         layout[f"legend{suffix}"] = its_layout["legend"] | {"x": left + 0.365, "y": bottom + tall}

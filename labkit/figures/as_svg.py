@@ -74,11 +74,9 @@ def _frame(canvas: _Canvas, drawn: Drawn) -> None:
     chart, right, bottom = drawn.chart, canvas.width - canvas.right, canvas.height - _BOTTOM
     room = (canvas.width - 24 - 7.5 * len(chart.title)) / max(len(chart.note), 1)
     size = f"{max(6.0, min(10.0, 1.9 * room)):.3g}"  # a long note in smaller type, so that it fits into the picture
-    note = (
-        f'<tspan dx="8" font-size="{size}" font-weight="400" opacity="0.75">{escape(chart.note)}</tspan>'
-        if chart.note
-        else ""
-    )
+    note = ""
+    if chart.note:
+        note = f'<tspan dx="8" font-size="{size}" font-weight="400" opacity="0.75">{escape(chart.note)}</tspan>'
     canvas.elements.append(f'<text x="8" y="15" font-size="13" font-weight="600">{escape(chart.title)}{note}</text>')
     for value in () if chart.y.categories else ticks(*canvas.y_span):
         canvas.line(canvas.left, canvas.y(value), right, canvas.y(value), 'stroke="currentColor" stroke-opacity="0.2"')
@@ -120,10 +118,9 @@ def _bars(canvas: _Canvas, drawn: Drawn) -> None:
         for bars in drawn.chart.bars:
             top = base + bars.values[index]
             height = canvas.y(base) - canvas.y(top)
-            value = (
-                drawn.chart.y.in_words(bars.values[index]) if drawn.chart.y.bytes_each else f"{bars.values[index]:.3g}"
-            )
-            canvas.rectangle(left, canvas.y(top), 0.65 * room, height, bars.colour, f"{name}: {bars.name} {value}")
+            value, y = bars.values[index], drawn.chart.y
+            words = y.in_words(value) if y.bytes_each else f"{value:.3g}"
+            canvas.rectangle(left, canvas.y(top), 0.65 * room, height, bars.colour, f"{name}: {bars.name} {words}")
             base = top
         for marks in drawn.chart.marks:
             level = marks.values[index]

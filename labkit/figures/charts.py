@@ -85,11 +85,15 @@ def _losses_of_others(ranks: list[RankState]) -> list[Line]:
         def values(first: int, last: int, columns: list[OtherLosses] = columns) -> numpy.ndarray:
             return _mean([numpy.asarray(column.loss[first:last]) for column in columns])
 
-        steps = Derived(length, lambda first, last, column=columns[0]: numpy.asarray(column.step[first:last]))
+        def steps(first: int, last: int, column: OtherLosses = columns[0]) -> numpy.ndarray:
+            return numpy.asarray(column.step[first:last])
+
         name = _named("mean" if len(ranks) > 1 else f"rank {ranks[0].rank}", ranks[0].optimizers.get(which))
         dash = ("dash", "dot", "dashdot")[len(lines) % 3]
         losses = Derived(length, values)
-        lines.append(Line(f"optimizer{which}", name, steps, losses, width=2.2, dash=dash, keep="extremes"))
+        lines.append(
+            Line(f"optimizer{which}", name, Derived(length, steps), losses, width=2.2, dash=dash, keep="extremes")
+        )
     return lines
 
 
@@ -314,14 +318,8 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
     title = f"Step {step}" if found else "A step, as predicted"
     if any(timeline.calls_only for timeline in found.values()):
         title = "The recorded collectives"
-    return Chart(
-        "timeline",
-        title,
-        Axis("ms", end=_ms(width)),
-        Axis("", categories=lanes),
-        spans=tuple(spans),
-        note=" · ".join(filter(None, notes)),
-    )
+    x, y = Axis("ms", end=_ms(width)), Axis("", categories=lanes)
+    return Chart("timeline", title, x, y, spans=tuple(spans), note=" · ".join(filter(None, notes)))
 
 
 def _computing(step: Timeline, least: float) -> Iterator[tuple[str, float, float, str]]:
@@ -462,11 +460,7 @@ def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
     """Bytes by owner over one profiled step of a rank (default: the rank with the highest peak), with its phases along
     the bottom, and the predicted sum as a dashed line.
     """
-    profiled = [
-        (state_of_rank, state_of_rank.memory_step)
-        for state_of_rank in _ranks(state)
-        if state_of_rank.memory_step and rank in (None, state_of_rank.rank)
-    ]
+    profiled = [(one, one.memory_step) for one in _ranks(state) if one.memory_step and rank in (None, one.rank)]
     title = "Memory over one step"
     if not profiled:
         return Chart("memory_of_step", title, Axis("ms", end=1.0), Axis("MiB"), note=_NONE)
@@ -478,7 +472,7 @@ def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
     lines = tuple(
         area(f"{owner}-{one.rank}-{held.step}", owner, times, [*sizes, sizes[-1]], colours.OWNERS[owner])
         for owner in OWNERS
-        if any(sizes := held.owners.get(owner, ()))
+        if any(sizes := held.owners.get(owner, []))
     )
     bands = tuple(
         (name, _ms(start), _ms(end), colours.PHASES.get(name, colours.INK)) for name, start, end in held.phases

@@ -22,25 +22,21 @@ def speedup(rows: Sequence[Row], recorded: Sequence[Row] = ()) -> Chart:
     bars = [measured]
     if recorded:
         bars.append(Bars("elsewhere*", colours.INK, (*(0.0 for _ in rows), *(row.speedup or 0.0 for row in recorded))))
-    names = (*_names(rows), *(f"{row.title} ×{row.devices}*" for row in recorded))
+    x = Axis("", categories=(*_names(rows), *(f"{row.title} ×{row.devices}*" for row in recorded)))
     note = "* recorded on another machine with two GPUs" if recorded else ""
-    return Chart(
-        "speedup", "Speed-up", Axis("", categories=names), Axis("× single", least=1.0), bars=tuple(bars), note=note
-    )
+    return Chart("speedup", "Speed-up", x, Axis("× single", least=1.0), bars=tuple(bars), note=note)
 
 
 def memory(rows: Sequence[Row]) -> Chart:
     """The largest peak memory of any device."""
-    return _of_bytes(
-        "memory", "Peak memory per device", "peak", colours.RANKS[2], rows, [row.memory or 0 for row in rows]
-    )
+    counts = [row.memory or 0 for row in rows]
+    return _of_bytes("memory", "Peak memory per device", "peak", colours.RANKS[2], rows, counts)
 
 
 def sent(rows: Sequence[Row]) -> Chart:
     """Bytes per step of the rank that sends the most."""
-    return _of_bytes(
-        "sent", "Bytes sent per step, by one rank", "sent", colours.RANKS[1], rows, [row.sent or 0 for row in rows]
-    )
+    counts = [row.sent or 0 for row in rows]
+    return _of_bytes("sent", "Bytes sent per step, by one rank", "sent", colours.RANKS[1], rows, counts)
 
 
 def _of_bytes(name: str, title: str, what: str, colour: str, rows: Sequence[Row], counts: Sequence[float]) -> Chart:
@@ -55,13 +51,8 @@ def phases(rows: Sequence[Row]) -> Chart:
     bars = tuple(
         Bars(phase, colours.PHASES[phase], values) for phase, values in shares.items() if phase != "copy" or any(values)
     )
-    return Chart(
-        "phases",
-        "Share of each phase in a step",
-        Axis("", categories=_names(rows)),
-        Axis("% of a step", end=100.0),
-        bars=bars,
-    )
+    x, y = Axis("", categories=_names(rows)), Axis("% of a step", end=100.0)
+    return Chart("phases", "Share of each phase in a step", x, y, bars=bars)
 
 
 def charts(rows: Sequence[Row], recorded: Sequence[Row] = ()) -> tuple[Chart, ...]:

@@ -310,18 +310,11 @@ class Explained:
 
     def to_json(self) -> dict[str, Any]:
         """The pages as plain values. Times are in seconds, sizes in bytes."""
-        return {
-            **({"run": self.run} if self.run else {}),
-            "pages": [
-                {
-                    "title": page.title,
-                    "findings": [asdict(finding) for finding in page.findings],
-                    "notes": list(page.notes),
-                    **page.figures,
-                }
-                for page in self.pages
-            ],
-        }
+        pages = []
+        for page in self.pages:
+            found = [asdict(finding) for finding in page.findings]
+            pages.append({"title": page.title, "findings": found, "notes": list(page.notes), **page.figures})
+        return ({"run": self.run} if self.run else {}) | {"pages": pages}
 
     def __repr__(self) -> str:
         parts = []

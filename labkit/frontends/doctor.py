@@ -199,22 +199,18 @@ def digits() -> Check:
     if importlib.util.find_spec("sklearn") is None:
         says = "the digits data set needs scikit-learn, which is not installed"
         return Check("data", "degraded", says, "run python3 -m labkit setup")
-    return Check(
-        "data", "fine", f"digits from scikit-learn {version_of('scikit-learn')}; text from the standard library"
-    )
+    says = f"digits from scikit-learn {version_of('scikit-learn')}; text from the standard library"
+    return Check("data", "fine", says)
 
 
 def warm_start() -> Check:
     """The warm server, which starts runs from a notebook quickly."""
     found = about()
+    if isinstance(found, Cold) and found.reason:
+        return Check("warm start", "degraded", found.reason, "runs start cold until a new server serves")
     if isinstance(found, Cold):
-        says = found.reason or "no warm server is running; an open panel, %%torchrun and run() in a notebook start one"
-        return Check(
-            "warm start",
-            "degraded" if found.reason else "fine",
-            says,
-            "runs start cold until a new server serves" if found.reason else "",
-        )
+        says = "no warm server is running; an open panel, %%torchrun and run() in a notebook start one"
+        return Check("warm start", "fine", says)
     memory = size(psutil.Process(found["pid"]).memory_info().rss)
     return Check("warm start", "fine", f"process {found['pid']} ({memory}) has started {found['runs']} runs")
 
@@ -363,11 +359,8 @@ def jupyterlab() -> Check:
     if absent:
         fix = "install with: python3 -m labkit setup; the commands run, script and diff work without"
         return Check("jupyterlab", "degraded", f"{' and '.join(absent)} not installed", fix)
-    return Check(
-        "jupyterlab",
-        "fine",
-        f"{version_of('jupyterlab')}, jupytext {version_of('jupytext')}, ipykernel {version_of('ipykernel')}",
-    )
+    others = f"jupytext {version_of('jupytext')}, ipykernel {version_of('ipykernel')}"
+    return Check("jupyterlab", "fine", f"{version_of('jupyterlab')}, {others}")
 
 
 def widgets() -> Check:
@@ -441,9 +434,8 @@ def checks() -> Iterator[Check]:
         try:
             yield check()
         except Exception as error:
-            yield Check(
-                check.__name__, "broken", f"could not be checked: {type(error).__name__}: {error}", "please report this"
-            )
+            says = f"could not be checked: {type(error).__name__}: {error}"
+            yield Check(check.__name__, "broken", says, "please report this")
 
 
 def _show(console: Console, check: Check) -> None:

@@ -29,15 +29,11 @@ What depends on the machine is added to a plan whenever it is read: the peak of 
 into their memory (`prediction/predict.py`).
 
 The time of a step (`prediction/timing.py`) needs no fake tensors: `prediction/tracing/rank.py` runs the script with
-real tensors and data in a process group in which every collective is over at once, and cuts what the rank computes, in
-CPU time, at the moments when it starts a collective or waits for one. This is the rank's program. As many ranks as
-there are cores are measured at a time. `prediction/timing.py` executes the programs of all ranks against a model of
-communication, in which ranks on CPUs share the cores, also with gloo's copying, and returns the timeline of a step in
-the form of a profiled one. A collective on CPU ranks often takes some milliseconds longer when ranks compute between
-two of them: the calibration measures such calls, too, and the simulation adds one of their delays, drawn at random, to
-each collective and message. For a named machine, `prediction/timing.py` gives the seconds of the traced kernels, and
-`prediction/links.py` those of the collectives; neither runs anything. So it does for a script of the user's own on this
-machine, from what was calibrated.
+real tensors and data in a process group in which every collective is over at once, and cuts what the rank computes at
+the moments when it starts a collective or waits for one. `prediction/timing.py` executes these programs of all ranks
+against a model of communication, and returns the timeline of a step in the form of a profiled one. For a named machine,
+and for a script of the user's own, it gives the seconds of the traced kernels, and `prediction/links.py` those of the
+collectives; neither runs anything.
 
 A run that is started with a Spec whose plan is cached stores it. `analysis/prediction.py` compares it with the
 measurement, and names the owners of memory in which a rank differs. What is read from a tensor without data is
@@ -51,19 +47,13 @@ for the GPUs of the machine. What a GPU needs besides are published figures with
 range, next to the peak and never in it. The formulas of `analysis/theory/formulas.py` stand there, too, with the reason
 why a traced peak differs.
 
-`CommunicationModel` in `prediction/links.py` is the one interface for how long a collective takes: `seconds(operation,
-size, ranks, nodes)`, or `time`, whose result also says whether it is measured or modelled. There are two sources there.
-`Measured` interpolates what was measured on this machine. `Modelled` computes it for a row of `prediction/devices.py`,
-whose figures each name their public source: for every algorithm (`ALGORITHMS`: ring, tree, direct) the messages in a
-row and the bytes on the busiest link, once with the latency and bandwidth of NCCL's low-latency protocol and once with
-those of its simple one; the fastest counts. For one node of A100s this agrees with the tuning model in torch's compiler
-to within 1 % (all-reduce, all-gather, reduce-scatter; a test compares them).
-
-`labkit doctor --calibrate` writes the table, and with it what kernels reach on CPU ranks (FLOP/s, bytes per second,
-the shortest operation): `runs/calibration.py` starts the ranks, each of which runs `probe/link_times.py`, and
-collects the medians and, on CPUs, the times of single calls after computing. The fastest tenth of these gives the
-time of a call; what the others take longer are its delays. The table is not used on another machine or with another
-torch.
+`CommunicationModel` in `prediction/links.py` is the one interface for how long a collective takes. `Measured`
+interpolates what was measured on this machine; `Modelled` computes it for a row of `prediction/devices.py`, whose
+figures each name their public source. For one node of A100s this agrees with the tuning model in torch's compiler to
+within 1 % (all-reduce, all-gather, reduce-scatter; a test compares them). `labkit doctor --calibrate` writes the table
+of this machine, and with it what kernels reach on CPU ranks: `runs/calibration.py` starts the ranks, each of which runs
+`probe/link_times.py`. The fastest tenth of the calls after computing gives the time of a call; what the others take
+longer are its delays, which the simulation adds to each collective and message, drawn at random.
 
 `prediction/scale/` has no Spec and no trace: it estimates a transformer under any layout by closed formulas, for advice
 (`labkit advise`) and scaling. `prediction/scale/advice.py` turns arguments into a `Training`, the input of everything

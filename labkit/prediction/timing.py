@@ -437,9 +437,7 @@ def timed(spec: Spec, plan: Plan, cancelled: Callable[[], bool] = never) -> Plan
         measured, busy = _programs(spec, [ranks[0] for ranks in groups], machine, cancelled)
         steps = _simulated(groups, measured, links, machine.cores)
         bounds = _bounds(max(steps.values(), key=_seconds), links.error if links else 0.0, busy)
-        found = _with_time(spec, plan, steps, bounds, links.title if links else "")
-        assert found.time, "it was just added"
-        found.time.busy = busy
+        found = _with_time(spec, plan, steps, bounds, links.title if links else "", busy=busy)
     keep(spec, found)
     return found
 
@@ -495,10 +493,7 @@ def _modelled(
     for first, timeline in middle.items():
         timeline.low, timeline.high = fast[first].seconds, slow[first].seconds
     low, high = (max(map(_seconds, steps.values())) for steps in (fast, slow))
-    found = _with_time(spec, plan, middle, (low, high), title)
-    assert found.time, "it was just added"
-    found.time.modelled = True
-    return found
+    return _with_time(spec, plan, middle, (low, high), title, modelled=True)
 
 
 def _simulated(
@@ -519,10 +514,15 @@ def _simulated(
 
 
 def _with_time(
-    spec: Spec, plan: Plan, steps: Mapping[int, PredictedTimeline], bounds: tuple[float, float], links: str
+    spec: Spec,
+    plan: Plan,
+    steps: Mapping[int, PredictedTimeline],
+    bounds: tuple[float, float],
+    links: str,
+    **made: Any,
 ) -> Plan:
     seconds = max(map(_seconds, steps.values()))
-    time = PredictedTime(seconds, links, low=bounds[0], high=bounds[1])
+    time = PredictedTime(seconds, links, low=bounds[0], high=bounds[1], **made)
     if spec.strategy:
         time.samples_per_second = throughput_of_median_steps(spec.global_batch, [seconds]) or 0.0
     parts = [replace(part, timeline=steps[part.ranks[0]]) for part in plan.classes]

@@ -230,22 +230,17 @@ class Widgets:
 
     def hear(self, rank: int, message: dict[str, Any], buffers: Sequence[bytes]) -> None:
         """A message of the model of a widget on a rank, in any thread."""
-        name, content, metadata = message["id"], message["content"], message["metadata"]
+        name = message["id"]
+        content = {"data": message["content"], "metadata": message["metadata"], "buffers": [*buffers]}
         if message["kind"] == "comm_open":
-            opened = comm.create_comm(
-                comm_id=name,
-                target_name=message["target_name"],
-                data=content,
-                metadata=metadata,
-                buffers=[*buffers],
-            )
+            opened = comm.create_comm(comm_id=name, target_name=message["target_name"], **content)
             opened.on_msg(lambda said: self._pass_on(rank, name, said))
             self._comms[name] = opened
         elif (known := self._comms.get(name)) is not None and message["kind"] == "comm_msg":
-            known.send(data=content, metadata=metadata, buffers=[*buffers])
+            known.send(**content)
         elif known is not None:
             del self._comms[name]
-            known.close(data=content)
+            known.close(data=message["content"])
 
     def _pass_on(self, rank: int, name: str, said: dict[str, Any]) -> None:
         buffers = [bytes(buffer) for buffer in said.get("buffers") or ()]

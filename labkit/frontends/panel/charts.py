@@ -444,7 +444,8 @@ class TimelineTab(_Tab):
             folder = self._folder()
             if folder is not None:
                 write_trace(self._state, folder.trace)
-                self._say(f"saved as {_near(folder.trace)}")
+                here = folder.trace.is_relative_to(Path.cwd())
+                self._say(f"saved as {folder.trace.relative_to(Path.cwd()) if here else folder.trace}")
 
     def draw(self, state: RunState, final: bool = False) -> None:
         """Updates the tab to the state."""
@@ -457,9 +458,7 @@ class TimelineTab(_Tab):
             self._which.value = chosen if chosen in steps else 0
         self._export.disabled = not steps
         self.charts.draw(state, final)
-        html = ledger_html(ledger(state))
-        if self._ledger.value != html:
-            self._ledger.value = html
+        self._ledger.value = ledger_html(ledger(state))
 
 
 class MemoryTab(_Tab):
@@ -482,10 +481,8 @@ class MemoryTab(_Tab):
         widgets.show(self._snapshot, on_cuda)
         self._snapshot.disabled = self._capture.disabled
         self._apart.value = _help(apart(state))
-        html = outcome_html(state)
-        if self._outcome.value != html:
-            self._outcome.value = html
-        widgets.show(self._outcome, bool(html))
+        self._outcome.value = outcome_html(state)
+        widgets.show(self._outcome, bool(self._outcome.value))
         self.charts.draw(state, final)
 
 
@@ -504,7 +501,3 @@ def apart(state: RunState) -> str:
 
 def _help(text: str) -> str:
     return f'<div class="labkit-help" role="status">{escape(text)}</div>'
-
-
-def _near(path: Path) -> str:
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

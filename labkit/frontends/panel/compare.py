@@ -17,7 +17,7 @@ from labkit.common.text import escape
 from labkit.figures import comparison as pictures
 from labkit.figures.tables import titled_html
 from labkit.frontends.panel import widgets
-from labkit.frontends.panel.recorded import label
+from labkit.frontends.panel.recorded import newest_over
 from labkit.frontends.panel.view import style
 from labkit.frontends.panel.widgets import sentence_html
 from labkit.plan.spec import SpecError
@@ -355,9 +355,8 @@ class CompareTab:
             _in_a_thread(self._list_runs)
 
     def _list_runs(self) -> None:
-        there = [folder for folder in RunFolder.all()[: -_NEWEST - 1 : -1] if folder.trouble() or is_recorded(folder)]
         chosen = self._list.value
-        self._list.options = [(label(folder), str(folder.path)) for folder in there]
+        self._list.options = newest_over(_NEWEST)
         self._list.value = [path for path in chosen if path in {value for _, value in self._list.options}]
         self._list.disabled = False
 

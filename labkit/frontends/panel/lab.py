@@ -263,14 +263,8 @@ class Choices:
         names = [*([("GPUs", "cuda")] if has_gpus else []), ("CPU ranks", "cpu")]
         layout = {"width": "110px"} | ({} if has_gpus else widgets.HIDDEN)
         self.device = widgets.dropdown("Train on", names, device, layout=layout, css="labkit-field")
-        self.nproc = widgets.BoundedIntText(
-            value=start.nproc,
-            min=1,
-            max=max(start.nproc, 1),
-            description="Ranks",
-            layout={"width": "64px"},
-            css="labkit-field",
-        )
+        look, most = {"layout": {"width": "64px"}, "css": "labkit-field"}, max(start.nproc, 1)
+        self.nproc = widgets.BoundedIntText(value=start.nproc, min=1, max=most, description="Ranks", **look)
         self.batch = _number("batch_size", start.batch_size, description="Batch size", layout={"width": "68px"})
         names, css = [("per rank", "weak"), ("in total", "strong")], "labkit-field labkit-joined"
         look = {"tooltip": _SCALING, "layout": {"width": "90px"}, "css": css}
@@ -547,15 +541,8 @@ class Lab:
         self._run_button = widgets.button("▶ Run", _RUN_HINT, self._start, css="labkit-run")
         self._batch = widgets.HTML()
         view, choices = self._view, self._choices
-        shown = (
-            view.live,
-            self._sources.box,
-            view.logs.widget,
-            view.timeline.widget,
-            view.memory.widget,
-            self._compare.box,
-            self._files.box,
-        )
+        of_run = (view.live, self._sources.box, view.logs.widget, view.timeline.widget, view.memory.widget)
+        shown = (*of_run, self._compare.box, self._files.box)
         self._tabs = tabs = ipywidgets.Tab(shown, titles=_TABS, selected_index=0)
         tabs.add_class("labkit-tabs")
         tabs.observe(self._turned, "selected_index")

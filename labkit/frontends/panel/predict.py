@@ -269,8 +269,7 @@ class Before:
             self.guess.show(False)
 
     def _show(self, html: str) -> None:
-        if self.widget.value != html:
-            self.widget.value = html
+        self.widget.value = html
         widgets.show(self.widget, bool(html))
 
 

@@ -74,9 +74,8 @@ class Recorded:
 
     def refresh(self) -> None:
         """Lists the newest runs that are over, and keeps the selection."""
-        there = [folder for folder in RunFolder.all()[: -_NEWEST - 1 : -1] if folder.trouble() or is_recorded(folder)]
-        own = [(label(folder), str(folder.path)) for folder in there]
-        self._list([(_NONE, ""), *_told_apart(own), *((_shipped_label(name), name) for name in shipped())])
+        lines = [(f"{_line(name, *shipped_documents(name))} · comes with the lab", name) for name in shipped()]
+        self._list([(_NONE, ""), *_told_apart(newest_over(_NEWEST)), *lines])
 
     def choose(self, path: str, beside: str = "") -> None:
         """Selects a run by its path, and one beside it, and calls `on_choice`; an empty path clears the selection."""
@@ -173,6 +172,12 @@ def what(folder: RunFolder) -> str:
     return f"{what}{on}, {_ranks(asked)}"
 
 
+def newest_over(count: int) -> list[tuple[str, str]]:
+    """Those of the newest `count` runs that are over, or cannot be read: the line of each, and its path."""
+    there = [folder for folder in RunFolder.all()[: -count - 1 : -1] if folder.trouble() or is_recorded(folder)]
+    return [(label(folder), str(folder.path)) for folder in there]
+
+
 def _told_apart(options: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """The options, with the name of the run where several have the same line."""
     counts = Counter(line for line, _ in options)
@@ -184,11 +189,6 @@ def label(folder: RunFolder) -> str:
     if why := folder.trouble():
         return visible_line(f"{folder.name} · unreadable: {why}")
     return _line(folder.name, folder.read_spec(), current_status(folder))
-
-
-def _shipped_label(name: str) -> str:
-    """A line for a run that comes with the lab, which is not unpacked for it: as `label`, and where it comes from."""
-    return f"{_line(name, *shipped_documents(name))} · comes with the lab"
 
 
 def _line(name: str, asked: SpecFields, status: Status) -> str:

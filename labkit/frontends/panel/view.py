@@ -408,9 +408,7 @@ class RunView:
             state = recording.state
             widget.value = f"<b>{escape(what(recording.folder))}</b> {escape(state.words)} · step {state.step:,}"
         pictures = [beside.names[0], self.machine.widget, beside.names[1], beside.machine.widget]
-        shown = [self.findings, self.replay.widget, *pictures, self.charts.widget, beside.charts.widget]
-        if list(self.live.children) != shown:
-            self.live.children = shown
+        self.live.children = [self.findings, self.replay.widget, *pictures, self.charts.widget, beside.charts.widget]
         beside.show(second.state)
 
     def wait(self, timeout: float | None = None) -> None:

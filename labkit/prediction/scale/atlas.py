@@ -827,20 +827,14 @@ def check(path: Path) -> Checked:
             pairs.append(Pair(run, estimate(run.training, run.layout)))
         except LookupError as error:
             refused.append(Refused(run.line, run.source, run.title, str(error)))
-    sources = sorted({published.source for published in (*runs, *refused)})
-    by_source = (
-        _agreement(
-            source,
-            [pair for pair in pairs if pair.run.source == source],
-            sum(published.source == source for published in refused),
-        )
-        for source in sources
-    )
-    by_part = (
-        _agreement(name, [pair for pair in pairs if holds(pair)], len(refused) if name == "all" else 0)
-        for name, holds in _PARTS.items()
-    )
-    return Checked(path, tuple(pairs), tuple(refused), (*by_source, *by_part))
+    agreements = []
+    for source in sorted({run.source for run in runs} | {row.source for row in refused}):
+        of_source = [pair for pair in pairs if pair.run.source == source]
+        agreements.append(_agreement(source, of_source, sum(row.source == source for row in refused)))
+    for name, holds in _PARTS.items():
+        of_part = [pair for pair in pairs if holds(pair)]
+        agreements.append(_agreement(name, of_part, len(refused) if name == "all" else 0))
+    return Checked(path, tuple(pairs), tuple(refused), tuple(agreements))
 
 
 def _agreement(name: str, pairs: Sequence[Pair], refused: int) -> Agreement:

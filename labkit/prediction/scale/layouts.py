@@ -424,11 +424,6 @@ class Layout:
         """The strategy with its degrees: `FSDP 8 × TP 4`; of HSDP, replicas and shards: `HSDP 4×8`."""
         return " × ".join(name + degree for name, degree in self._parts) or self.sharding.title
 
-    @property
-    def mesh(self) -> tuple[Sharding, int, int, int, int]:
-        """What distinguishes two layouts of the same devices, apart from the batch and recomputation."""
-        return self.sharding, self.shards, self.tensor, self.pipeline, self.context
-
     @cached_property
     def _parts(self) -> list[tuple[str, str]]:
         degree = f" {self.replicas}×{self.shards}" if self.sharding.across else f" {self.data}" * (self.data > 1)

@@ -81,11 +81,8 @@ def _work(request: dict[str, Any], rank: int, connection: Connection, parent: st
     except own_script.Untraceable as error:
         result = {"rank": rank, "reason": str(error)}
     except Exception as error:
-        result = {
-            "rank": rank,
-            "error": f"{type(error).__name__}: {error}",
-            "where": _where(error, request.get("path", "")),
-        }
+        where = _where(error, request.get("path", ""))
+        result = {"rank": rank, "error": f"{type(error).__name__}: {error}", "where": where}
         traceback.print_exc()
     connection.send(result)
     sys.stderr.flush()
