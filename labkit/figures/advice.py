@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 # ---- scaling
 
-
 TABLES: dict[str, Callable[[Estimate], str]] = {  # what the cells of a table show
     "efficiency": lambda estimate: f"{efficiency(estimate):.0%}",
     "exposed communication": lambda estimate: f"{estimate.exposed / estimate.seconds:.0%}",
@@ -152,7 +151,6 @@ def _series_json(series: Series) -> dict[str, Any]:
 
 
 # ---- advice
-
 
 HEADS = (
     *("strategy", "micro-batches × samples", "recompute", "memory", "per step", "tokens/s", "TFLOP/s", "MFU"),
@@ -426,7 +424,6 @@ def _nothing_fits(advice: Advice) -> str:
 
 
 # ---- one layout, and estimates compared with published runs
-
 
 FIGURE_HEADS = ("modelled", "value", "80 % range")
 PART_HEADS = ("part of a step", "time", "of the step")

@@ -264,7 +264,6 @@ def _mean(columns: list[numpy.ndarray]) -> numpy.ndarray:
 
 # ---- the charts of profiled steps: the timeline of all ranks, and the memory by owner
 
-
 _PIXELS = 1500  # the resolution of the time axis: narrower stretches are merged
 _FEW_RANKS = 4  # ranks with a predicted bar each
 WIDE = 10  # bars with a label of two lines each

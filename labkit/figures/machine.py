@@ -298,7 +298,6 @@ def _still(owners: Mapping[str, float]) -> Held:
 
 # ---- where the cards stand
 
-
 _WIDTH = 860  # units of the picture, about as many pixels in a notebook
 _ARCS, _LEGEND = 22.0, 24.0  # above and below the cards
 _FULL = 16  # ranks whose cards have words
@@ -678,7 +677,6 @@ def _legend(picture: _Picture, shown: Scene, ranks: int) -> None:
 
 # ---- what flows
 
-
 _Link = tuple[int, int]  # from one rank to another
 
 
@@ -813,7 +811,6 @@ def _ring(ranks: Sequence[int], places: Grid) -> list[int]:
 
 
 # ---- the film for a page, and single frames where no script runs
-
 
 _STATIC = Path(__file__).parent / "static"
 

@@ -33,7 +33,6 @@ from labkit.setup.machine import Gpu, Machine
 
 # ---- one line of the doctor's report
 
-
 REINSTALL = "let the lab create its own environment: deactivate this one, then run python3 -m labkit setup"
 
 
@@ -85,7 +84,6 @@ def as_table(table: LinkTable) -> Group:
 
 
 # ---- checks of the machine
-
 
 _GIB = 1 << 30
 
@@ -402,7 +400,6 @@ def _extension_version(name: str) -> str | None:
 
 
 # ---- `labkit doctor`
-
 
 LEVELS = ("fine", "degraded", "broken")
 _STYLES = {"fine": "green", "degraded": "yellow", "broken": "bold red"}

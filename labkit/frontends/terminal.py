@@ -58,7 +58,6 @@ from labkit.runs.comparing import Comparing
 
 # ---- what the tables of the terminal have in common
 
-
 BAR = (8, 40)  # minimum and maximum width of the bar of phases, in characters
 
 _GAP = 2  # characters between two columns
@@ -270,7 +269,6 @@ def comparison(
 
 # ---- the view of one run in the terminal
 
-
 _TAIL = 5  # lines of rank 0's output that are shown
 
 _TAIL_BYTES = 8192
@@ -472,7 +470,6 @@ def _grid(*ratios: int) -> Table:
 
 
 # ---- watching a run or a comparison in the terminal
-
 
 _SECONDS = 0.25  # between two redraws
 _PLAIN_SECONDS = 5.0  # between two lines, if the output is not a terminal

@@ -120,20 +120,22 @@ def _ring(rounds: int, factor: Callable[[int], float]) -> Callable[[int, int], L
     of which enters and leaves the node through another network adapter (NCCL's rails)."""
 
     def load(ranks: int, nodes: int) -> Load:
-        local, far = ranks // nodes, rounds * (nodes - 1)
-        traffic = factor(ranks)
-        return Load(
-            rounds * (ranks - 1) - far, far, traffic if local > 1 else 0.0, traffic / local if nodes > 1 else 0.0
-        )
+        far = rounds * (nodes - 1)
+        return Load(rounds * (ranks - 1) - far, far, *_carried(factor(ranks), ranks // nodes, nodes))
 
     return load
+
+
+def _carried(traffic: float, local: int, nodes: int) -> tuple[float, float]:
+    """The bytes of one rank inside a node of `local` ranks and between nodes, whose adapters its ranks share."""
+    return traffic if local > 1 else 0.0, traffic / local if nodes > 1 else 0.0
 
 
 def _tree(ranks: int, nodes: int) -> Load:
     """NCCL's double binary trees: a chain within each node, a tree between nodes, up and then down; every rank sends
     and receives the whole tensor twice, at 92 % of the bandwidth of a ring (NCCL, src/graph/tuning.cc)."""
-    local, depth, traffic = ranks // nodes, math.ceil(math.log2(nodes)), 2.0 / 0.92
-    return Load(2 * (local - 1), 2 * depth, traffic if local > 1 else 0.0, traffic / local if nodes > 1 else 0.0)
+    local, depth = ranks // nodes, math.ceil(math.log2(nodes))
+    return Load(2 * (local - 1), 2 * depth, *_carried(2.0 / 0.92, local, nodes))
 
 
 def _direct(ranks: int, nodes: int) -> Load:

@@ -23,7 +23,6 @@ from labkit.training.strategies import BASELINE
 
 # ---- ranks that do the same work
 
-
 MOST = 16  # classes that are traced
 
 
@@ -73,7 +72,6 @@ def _evenly(ranks: int) -> list[list[int]]:
 
 
 # ---- the process that traces
-
 
 PATIENCE = 300.0  # seconds for a request
 MEASURED = 2.0  # seconds for which the computation of a step is measured

@@ -18,7 +18,6 @@ from labkit.common.text import escape
 
 # ---- formulas
 
-
 _TEX = re.compile(r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?![\w$])", re.DOTALL)
 _VERBATIM = ("code", "pre", "kbd", "samp")
 
@@ -49,7 +48,6 @@ def _formula(found: re.Match[str]) -> str:
 
 
 # ---- what foreign HTML may contain in a handout
-
 
 # Removed with all that is in them; of other elements that are not allowed, the content stays.
 REMOVED = {
@@ -144,7 +142,6 @@ def _loads_nothing(css: str) -> bool:
 
 
 # ---- sanitising
-
 
 _LARGEST = 64 << 20  # bytes of an image
 _RESERVED = ("text", "theme", "figures", "plotly")  # ids of the page itself

@@ -37,7 +37,6 @@ from labkit.setup.environment import CLONE, RENDERER, RENDERER_VARIABLE
 
 # ---- reading labs and writing pages
 
-
 _LARGEST = 64 << 20  # bytes of a notebook with its outputs
 
 
@@ -78,7 +77,6 @@ def write(path: Path, text: str) -> Path:
 
 
 # ---- a lab as an `.ipynb` for Kaggle or Colab
-
 
 # A data attachment is tried first, because it needs no network. `doctor`, like every command, first installs missing
 # packages and keeps the versions of installed ones; then it reports what the machine supports.
@@ -168,7 +166,6 @@ def _origin() -> str:
 
 
 # ---- executing a lab
-
 
 _PATIENCE = 1800  # timeout of one cell, in seconds
 _STAND_IN = "from labkit.frontends.handout.execute import stand_in; stand_in({folder!r})"
@@ -283,7 +280,6 @@ def _manager(place: Path) -> AsyncKernelManager:
 
 
 # ---- recorded runs in place of new ones
-
 
 _OF_A_MACHINE = ("device", "precision", "data_dir")  # fields that `Spec.on` sets for a machine
 

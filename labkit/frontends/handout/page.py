@@ -55,7 +55,6 @@ from labkit.record.state import RunState
 
 # ---- the figures of a page
 
-
 _HEIGHT = 450  # px of a figure without a height; plotly's default
 _CHART = 300  # px of a run's chart
 _STILL_SIZE = 20_000  # characters; larger static pictures are omitted
@@ -143,7 +142,6 @@ def _plain(title: Any) -> str:
 
 
 # ---- parts of a run
-
 
 _FILES = 16  # of an imported run that are named
 _LINES = 200  # newest lines of a log that a page contains; they are printed too
@@ -281,7 +279,6 @@ def _script_of(folder: RunFolder) -> str | NotPlain | None:
 
 # ---- a self-contained page
 
-
 HERE = Path(__file__).parent
 TEMPLATES = HERE / "templates"
 
@@ -415,7 +412,6 @@ def _command(folder: RunFolder) -> str:
 
 # ---- terms of the glossary on a page
 
-
 _UNMARKED = (
     *("a", "abbr", "button", "code", "kbd", "math", "pre", "samp", "summary", "svg", "th"),
     *("h1", "h2", "h3", "h4", "h5", "h6"),
@@ -469,7 +465,6 @@ class Terms:
 
 
 # ---- a lab as a page
-
 
 STUDENT, TEACHER = "student", "teacher"
 READERS = {STUDENT: "student version, without answers", TEACHER: "teacher version, with answer key"}

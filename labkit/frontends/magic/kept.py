@@ -405,7 +405,6 @@ def _someone_answers() -> bool:
 
 # ---- the magics
 
-
 _group: Group | None = None
 _all_cells = False  # whether cells without a first line run on the ranks, too
 _AUTO = "auto"

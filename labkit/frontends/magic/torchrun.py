@@ -40,7 +40,6 @@ from labkit.setup.machine import Machine
 
 # ---- the run of a cell
 
-
 KEPT = 400  # newest lines of one stream that are shown
 _REDRAW = 0.25  # seconds between two redraws
 _HANG_GRACE = 2.0  # seconds before a hanging run is stopped, so that every rank can report its position
@@ -235,7 +234,6 @@ class Reports:
 
 
 # ---- the cell magic `%%torchrun`
-
 
 _NOTHING = {"text/html": "", "text/plain": ""}
 _newest: CellRun | None = None

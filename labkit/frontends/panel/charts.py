@@ -38,7 +38,6 @@ from labkit.record.state import RunState
 
 # ---- incremental chart updates
 
-
 WHOLE = 400  # points per line when a chart is sent whole
 _LOW = 0.4  # of the range of the axis: bars that are lower make it shorter
 CAP = 1000  # maximum points per line in a page; beyond it the chart is downsampled and sent whole again
@@ -139,7 +138,6 @@ def _more(page: _Page, chart: Chart) -> dict[str, Any] | None:
 
 
 # ---- the widgets
-
 
 _PATIENCE = 8.0  # seconds to wait for a page's answer before plain SVG is shown
 _SVG_SECONDS = 1.0
@@ -310,7 +308,6 @@ class Charts(Live):
 
 # ---- the picture of the machine as a widget: a page receives a film of one step, plays it while the run trains, and is
 # sent only what changes
-
 
 _PACE = 20_000  # bytes of films per second: after a long one only words are sent for some time
 

@@ -29,7 +29,6 @@ from labkit.training.strategies import BASELINE, STRATEGIES
 
 # ---- the view of a comparison
 
-
 _REDRAW = 0.5  # seconds between two redraws
 _TONES = {"equal": "good", "reference": "quiet", "differs": "bad"}
 
@@ -134,7 +133,6 @@ def _row(row: Row, texts: Sequence[str], kind: str = "") -> str:
 
 
 # ---- the tab
-
 
 _NEWEST = 100  # recorded runs in the list
 _SHOWN = 3  # ready comparisons

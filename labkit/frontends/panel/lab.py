@@ -199,7 +199,6 @@ def _widget(option: Option, values: dict[str, Any]) -> ipywidgets.ValueWidget:
 
 # ---- the choices
 
-
 _ABOUT = {flag.name: about(flag) for flag in fields(Spec)}
 _SCALING = (
     "per rank: the global batch grows with the number of ranks (weak scaling); "

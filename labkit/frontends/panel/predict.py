@@ -30,7 +30,6 @@ from labkit.runs.guesses import Guess, check_guess, guess, withdraw
 
 # ---- the learner's own guess
 
-
 _NAMES = ("peak_mb", "step_ms")
 _GUESS_HINT = "What do you expect? The run stores your guess and compares it with the measurement"
 
@@ -93,7 +92,6 @@ def _number(text: str) -> float | str:
 
 
 # ---- the button that predicts
-
 
 _TITLE, _BUSY = "Predict", "Predicting…"
 _HINT = "Predict the memory, traffic and time of a step of every rank, without running the script"
@@ -210,7 +208,6 @@ class Predict:
 
 
 # ---- above the charts of the Live tab
-
 
 _REFUSED = '<div class="labkit-notes"><p>This configuration cannot run; see the message above the Run button.</p></div>'
 _FEW = 4  # ranks that have a row each

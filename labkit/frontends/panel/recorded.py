@@ -40,7 +40,6 @@ from labkit.training.workloads import WORKLOADS
 
 # ---- the list of recorded runs
 
-
 _NEWEST = 20  # runs in the list
 _NONE = "a recorded run …"
 _ALONE = "no other run"
@@ -198,8 +197,8 @@ def _line(name: str, asked: SpecFields, status: Status) -> str:
     workload = WORKLOADS.get(asked.workload)
     trained = [workload.title.partition(":")[0]] if workload else []
     trained += [f"{asked.steps} steps"] if asked.steps else []
-    what = " · ".join([what, ", ".join(trained)] if trained else [what])
-    return visible_line(f"{when} · {what} · {_ranks(asked)} · {'over' if status.state == 'ready' else status.state}")
+    state = "over" if status.state == "ready" else status.state
+    return visible_line(" · ".join(filter(None, (when, what, ", ".join(trained), _ranks(asked), state))))
 
 
 def _ranks(asked: SpecFields) -> str:
@@ -240,7 +239,6 @@ class Instead:
 
 
 # ---- the time line: it plays recorded runs, stops at any moment, and goes to a step, a finding or the peak of memory
-
 
 _PICTURE = 0.25  # seconds between two pictures while it plays
 
@@ -398,7 +396,6 @@ class Replay:
 
 # ---- the tab Open…: files of a job that ran anywhere
 
-
 _HINT = (
     "Name the logs, profiles of torch.profiler or dumps of the flight recorder of a job that ran anywhere, or their "
     "folder. Files of another computer: drop them into the list of files at the left first."
@@ -494,7 +491,6 @@ def _paths(text: str) -> list[Path]:
 
 
 # ---- the button that installs
-
 
 _REDRAW = 0.5  # seconds between two updates of the progress line
 

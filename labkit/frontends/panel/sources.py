@@ -59,7 +59,6 @@ class Sources:
 
 # ---- the script, the diff and the commands
 
-
 _FORMAT = HtmlFormatter(classprefix="labkit-", cssclass="labkit-source")
 
 
@@ -123,7 +122,6 @@ def diff_html(spec: Spec) -> str:
 
 
 # ---- the button that packs
-
 
 _HINT = "Write script, torchrun commands, batch files and requirements to a zip that runs without labkit"
 

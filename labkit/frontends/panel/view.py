@@ -49,7 +49,6 @@ from labkit.runs.notebook import headless
 # ---- the log view: sends new lines of every rank's output to the page, which keeps a bounded number; a search reads
 # whole files
 
-
 _FRESH = 1000  # lines sent to a new page
 _AT_ONCE = 200  # maximum lines per redraw; the newest are sent
 _FOUND = 500  # maximum matches shown for a search
@@ -213,7 +212,6 @@ def table_bundle(name: str, state: RunState) -> dict[str, Any]:
 
 
 # ---- the view of one run
-
 
 _READ = 0.1  # seconds between two reads of the run folder
 _REDRAW = 0.25  # seconds between two redraws, or so many times as long as one takes:

@@ -104,7 +104,6 @@ def later(seconds: float, work: Callable[..., object], *args: Any) -> None:
 
 # ---- widgets with a program of our own
 
-
 STATIC = Path(__file__).parent / "static"
 _ATTEMPTS = 5  # to open a widget again: in some clients its messages may never arrive
 
@@ -152,7 +151,6 @@ class Presentation(HandshakeWidget):
 
 
 # ---- the state of a run
-
 
 _TONES = {
     "finished": "good",

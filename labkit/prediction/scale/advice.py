@@ -333,13 +333,10 @@ def _of_file(path: Path) -> Device:
     peaks = said.get("tflops", {})
     if not isinstance(peaks, Mapping):
         raise ValueError(f'{path}: tflops must be an object such as {{"bf16": 989}}, got {shown(peaks)}')
-    flops = {
-        **accelerator.flops,
-        **{
-            check_choice(f"{path}: tflops", name, accelerator.flops): 1e12 * _PEAK.check(f"{path}: tflops {name}", peak)
-            for name, peak in peaks.items()
-        },
-    }
+    flops = dict(accelerator.flops)
+    for name, peak in peaks.items():
+        check_choice(f"{path}: tflops", name, accelerator.flops)
+        flops[name] = 1e12 * _PEAK.check(f"{path}: tflops {name}", peak)
     accelerator = replace(
         accelerator,
         flops=flops,

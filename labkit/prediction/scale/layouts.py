@@ -409,6 +409,10 @@ class Layout:
         """The ranks that compute gradients of the same parameters."""
         return self.data * self.context
 
+    def shards_of(self, owner: str) -> int:
+        """The ranks that share the states of an owner."""
+        return self.shards if owner in self.sharding.owners else 1
+
     @property
     def replicas(self) -> int:
         """The groups that each store all shards."""

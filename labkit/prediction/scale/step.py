@@ -136,7 +136,6 @@ class Training:
 
 # ---- bytes that a rank stores under a layout, by owner
 
-
 _CHUNKS = 8  # of the logits, with a chunked loss (torchtune's default)
 _FOUR_BITS = 0.5 + 0.127 / 8  # bytes of a parameter
 _PREFETCHED = 2  # layers whose inputs are on the device, if those of all others wait on the host
@@ -203,15 +202,11 @@ def _of_stage(training: Training, layout: Layout, stage: Stage, rank: int) -> Me
     model, framework, tensor, wide = training.model, layout.framework, layout.tensor, training.wide
     numbers = numbers_of(model, stage, tensor)
     bytes_of = bytes_per_parameter(training, layout)
-    states = States(
-        *(
-            bytes_of[owner] * numbers / (layout.shards if owner in layout.sharding.owners else 1)
-            for owner in ("parameters", "gradients", "optimizer")
-        )
-    )
+    owners = ("parameters", "gradients", "optimizer")
+    states = States(*(bytes_of[owner] * numbers / layout.shards_of(owner) for owner in owners))
     if layout.trained == "qlora":  # embedding and head are not quantized
         ends = numbers - stage.layers * model.of_layer(tensor)
-        more = (wide - _FOUR_BITS) * ends / (layout.shards if "parameters" in layout.sharding.owners else 1)
+        more = (wide - _FOUR_BITS) * ends / layout.shards_of("parameters")
         states = replace(states, parameters=states.parameters + more)
     copies, gathered, reduced = layout.sharding.buffers
     unit = max(model.of_layer(tensor), model.before(tensor) * stage.first, model.after(tensor) * stage.last)
@@ -296,9 +291,8 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether that is at most what a training may use of a device, and the layout can run."""
-        return self.memory.total <= self.layout.framework.usable * self.training.memory and not self.layout.refused(
-            self.training.model
-        )
+        usable = self.layout.framework.usable * self.training.memory
+        return self.memory.total <= usable and not self.layout.refused(self.training.model)
 
     @property
     def flops_per_device(self) -> float:
@@ -494,9 +488,8 @@ class _Step:
         if training.attention == "eager":
             scores = self.framework.scores[layout.compiled] * pairs * model.heads / self.bandwidth
             return scores + 4 * pairs * model.heads * model.head_width / training.rate
-        reached = (
-            self.framework.attention * training.accelerator.attention * training.sequence / (training.sequence + LENGTH)
-        )
+        length = training.sequence
+        reached = self.framework.attention * training.accelerator.attention * length / (length + LENGTH)
         reached *= min(1.0, model.head_width / HEAD) ** NARROW
         causal = 2 * pairs * model.heads * model.head_width
         return float(causal / (training.accelerator.peak(training.sixteen) * reached))
@@ -530,10 +523,9 @@ class _Step:
         states = bytes_per_parameter(self.training, layout)
         if layout.trained != "all":
             return 0.0
-        shards = layout.shards if "optimizer" in layout.sharding.owners else 1
         moved = states["gradients"] + 2 * (states["parameters"] + states["optimizer"])
         most = numbers_of(self.model, self._most, layout.tensor)
-        return self.framework.stepped * moved * most / shards / self.bandwidth
+        return self.framework.stepped * moved * most / layout.shards_of("optimizer") / self.bandwidth
 
     # ---- communication
 
@@ -614,9 +606,7 @@ class _Step:
         if layout.tensor == 1:
             return 0.0, calls
         hidden = self.framework.hidden[layout.asynchronous]
-        seconds = sum(
-            times * self.training.seconds(operation, size, layout.tensor, 1) for operation, times in calls.items()
-        )
+        seconds = self._seconds(calls, size, layout.tensor, 1)
         return (1 - hidden) * seconds + sum(calls.values()) * self.framework.call, calls
 
     def _context(self, stage: Stage) -> tuple[float, dict[str, float]]:
@@ -628,10 +618,10 @@ class _Step:
         }
         if layout.context == 1:
             return 0.0, calls
-        ranks = layout.context, layout.tensor
-        return sum(
-            times * self.training.seconds(operation, self._shared, *ranks) for operation, times in calls.items()
-        ), calls
+        return self._seconds(calls, self._shared, layout.context, layout.tensor), calls
+
+    def _seconds(self, calls: Mapping[str, float], size: float, ranks: int, stride: int) -> float:
+        return sum(times * self.training.seconds(operation, size, ranks, stride) for operation, times in calls.items())
 
     @property
     def _shared(self) -> float:

@@ -70,7 +70,6 @@ from labkit.probe.torch_private import NEXT_BATCH
 # ---- what a script says about devices, on a machine without GPUs: every tensor is on the traced device instead, also
 # if the script gives the CPU a number
 
-
 TRACED = torch.device("cpu")
 _SAME = (torch.Tensor.cuda, torch.Tensor.pin_memory)
 _NOTHING = (
@@ -156,7 +155,6 @@ def _with(kind: Any, **fixed: Any) -> None:
 # Python objects, in which every rank has the same one, pipeline stages that must know the shapes of their inputs and
 # outputs, and groups of torch's fake backend
 
-
 _OF_WORKERS = (
     *("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "worker_init_fn"),
     *("pin_memory", "pin_memory_device", "in_order"),
@@ -235,7 +233,6 @@ def _exchanged(*_: Any, **__: Any) -> NoReturn:
 # `float(x)` returns nothing but a float of Python, so the code of the script, and of the modules beside it, calls
 # another function instead, which reads a tensor as `item()` does. What `math`, `statistics` and NumPy compute of such
 # numbers is followed; arrays and other libraries are not.
-
 
 _COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
 _OF_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")

@@ -237,7 +237,6 @@ def _owned(tape: Tape, phases: Phases) -> tuple[dict[int, tuple[str, int]], dict
 #
 # torch calls the methods of a group by different names in different versions; both are here.
 
-
 Tensors = Sequence[torch.Tensor]
 Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]
 

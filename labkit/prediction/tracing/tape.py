@@ -54,7 +54,6 @@ from labkit.probe.traffic import operation
 # attention, which fused kernels do not store. Such a block runs in backward with gradients enabled. So does a backward
 # pass that is itself differentiated (`create_graph`), whose FLOPs therefore also count as recomputed.
 
-
 _NONE = -1  # the number of the backward pass outside of one
 
 
@@ -133,7 +132,6 @@ def of_a_sample(path: str, source: str, sample: Any) -> int:
 #   stream passes on what it waits for.
 # - torch's optimizers update all parameters of a GPU together (foreach): equal operations of an optimizer are one
 #   kernel.
-
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}  # of others: fp32
 _LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")

@@ -100,7 +100,6 @@ def batch(script: Any, sample: Any, count: int) -> TensorDataset:
 # the buckets, unless they are views of them. The other ranks count as using the same parameters. Buffers are broadcast
 # before a forward, if gradients were synchronized since the last one.
 
-
 _MIB = 1 << 20
 _DEFAULT = 25  # MiB
 _COALESCED = 10 * _MIB  # bytes that DataParallel sends at once
