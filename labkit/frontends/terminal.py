@@ -34,13 +34,8 @@ from labkit.analysis.profiled import newest as newest_step
 from labkit.analysis.profiled import step_in_words
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import counted, sizes
+from labkit.course.classroom import page as class_page
 from labkit.course.classroom.overview import Overview
-from labkit.course.classroom.page import ASKED_HEADS, ago, asked_cells
-from labkit.course.classroom.page import EMPTY as NO_LEARNERS
-from labkit.course.classroom.page import HEADS as CLASS_HEADS
-from labkit.course.classroom.page import about as class_about
-from labkit.course.classroom.page import cells as class_cells
-from labkit.course.classroom.page import title as class_title
 from labkit.figures.atlas import EVIDENCE_HEADS
 from labkit.figures.charts import timeline
 from labkit.figures.colours import PHASES as PHASE_COLOURS
@@ -162,20 +157,21 @@ def runs_table(rows: Sequence[Summary | UnreadableRun]) -> RenderableType:
 
 def class_tables(found: Overview) -> RenderableType:
     """A class: its learners, the runs that have just failed, and what most got wrong."""
-    learners = FigureTable(CLASS_HEADS, (), ("learner", "newest run"))
+    learners = FigureTable(class_page.HEADS, (), ("learner", "newest run"))
     for row in found.rows:
         style = "yellow" if row.trouble else "red" if row.state in ("failed", "lost") else None
-        learners.add_row(*(Text(visible_line(cell)) for cell in class_cells(row, found)), style=style)
-    parts: list[RenderableType] = [Text(f"{class_title(found)}, {class_about(found)}", style="bold")]
-    parts += [learners] if found.rows else [Text(NO_LEARNERS)]
+        learners.add_row(*(Text(visible_line(cell)) for cell in class_page.cells(row, found)), style=style)
+    parts: list[RenderableType] = [Text(f"{class_page.title(found)}, {class_page.about(found)}", style="bold")]
+    parts += [learners] if found.rows else [Text(class_page.EMPTY)]
     parts += [Text("\nHands up", style="bold")] if found.hands else []
     for hand in found.hands:
-        parts.append(Text(f"{hand.learner} ({ago(hand.when, found.at)}, {hand.run}): {hand.title}", style="red"))
+        when = class_page.ago(hand.when, found.at)
+        parts.append(Text(f"{hand.learner} ({when}, {hand.run}): {hand.title}", style="red"))
         parts += [Text(f"    Fix: {hand.fix}")] if hand.fix else []
     wrong = [entry for entry in found.asked if entry.wrong]
-    asked = FigureTable(ASKED_HEADS, (), ("exercise or guess", "lab, section"))
+    asked = FigureTable(class_page.ASKED_HEADS, (), ("exercise or guess", "lab, section"))
     for entry in wrong:
-        asked.add_row(*map(Text, asked_cells(entry)))
+        asked.add_row(*map(Text, class_page.asked_cells(entry)))
     parts += [Text("\nWhat most got wrong", style="bold"), asked] if wrong else []
     parts += [Text("\nGuesses against the measured value", style="bold")] if found.guesses else []
     for group in found.guesses:

@@ -291,8 +291,7 @@ class RecordedRuns:
         self._root = root
         runs, self._unreadable = RunFolder.readable(RunFolder.all(root))
         self._runs = [folder for folder in reversed(runs) if current_status(folder).state in OVER]
-        specs = {folder.name: _complete(folder.read_spec()) for folder in self._runs}
-        self._asked = {folder.name: _asked(specs[folder.name], _text(folder)) for folder in self._runs}
+        self._asked = {folder.name: _asked(_complete(folder.read_spec()), _text(folder)) for folder in self._runs}
 
     def take(self, spec: Spec, source: str | None = None) -> RunFolder:
         """The newest run of the same Spec that was not taken yet; else one that differs only in device and precision.

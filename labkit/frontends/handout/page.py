@@ -297,32 +297,25 @@ class Page:
         """The whole file as HTML."""
         js = _program()
         programs = [js, plotly_js()] if len(self.plots) else [js]
-        return (
-            _environment()
-            .get_template("page.html.j2")
-            .render(
-                mark=MARK,
-                title=visible_line(self.title),
-                about=visible_line(self.about),
-                body=Markup(self.body),
-                contents=[(level, at, visible_line(text)) for level, at, text in self.contents if level in (2, 3)],
-                hashes=Markup(" ".join(map(_hash, programs))),
-                css=Markup((HERE / "static" / "handout.css").read_text(encoding="utf-8") + machine.style()),
-                js=Markup(js),
-                figures=Markup(self.plots.block()) if len(self.plots) else "",
-                films=Markup(self.plots.films()),
-                plotly=Markup(_plotly()),
-            )
+        css = (HERE / "static" / "handout.css").read_text(encoding="utf-8") + machine.style()
+        template = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True).get_template("page.html.j2")
+        return template.render(
+            mark=MARK,
+            title=visible_line(self.title),
+            about=visible_line(self.about),
+            body=Markup(self.body),
+            contents=[(level, at, visible_line(text)) for level, at, text in self.contents if level in (2, 3)],
+            hashes=Markup(" ".join(map(_hash, programs))),
+            css=Markup(css),
+            js=Markup(js),
+            figures=Markup(self.plots.block()) if len(self.plots) else "",
+            films=Markup(self.plots.films()),
+            plotly=Markup(_plotly()),
         )
 
     def write(self, path: Path) -> Path:
         """Writes the file atomically and returns `path`. Raises `OSError`."""
         return write(path, self.html())
-
-
-@lru_cache(maxsize=1)
-def _environment() -> Environment:
-    return Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=False)
 
 
 @lru_cache(maxsize=1)
@@ -433,9 +426,8 @@ class Terms:
         """
         soup = BeautifulSoup(html, "html.parser")
         for text in soup.find_all(string=True):
-            if type(text) is NavigableString and not text.find_parent(
-                _UNMARKED
-            ):  # subclasses are comments and the like
+            is_text = type(text) is NavigableString  # subclasses are comments and the like
+            if is_text and not text.find_parent(_UNMARKED):
                 self._mark(text)
         return str(soup)
 
@@ -444,10 +436,8 @@ class Terms:
         end = 0
         for start, stop, term in mentions(text):
             if term not in self._anchors:
-                self._anchors[term] = self._address(f"term {term.name}")
-                link = Tag(
-                    name="a", attrs={"class": "term", "href": f"#{self._anchors[term]}", "title": term.definition}
-                )
+                anchor = self._anchors[term] = self._address(f"term {term.name}")
+                link = Tag(name="a", attrs={"class": "term", "href": f"#{anchor}", "title": term.definition})
                 link.string = text[start:stop]
                 parts += [text[end:start], link]
                 end = stop
@@ -576,11 +566,9 @@ class _Cells:
         if _PLOTLY in data:
             named = _RUN.match("".join(data.get("text/plain", "")))
             state = self._state(named[1]) if named else None
-            return (
-                self.plots.machine(state) + self.plots.charts(state)
-                if state
-                else self.plots.add(data[_PLOTLY], clean.clean(html) if "<svg" in html else "")
-            )
+            if state:
+                return self.plots.machine(state) + self.plots.charts(state)
+            return self.plots.add(data[_PLOTLY], clean.clean(html) if "<svg" in html else "")
         if html:
             return clean.output(html)
         if "text/markdown" in data:

@@ -478,13 +478,9 @@ class Chunks:
 def take_place(rank: int, ranks: int) -> None:
     """Gives this process the environment of rank `rank` of `ranks`, as torchrun does."""
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_WORLD_SIZE=str(ranks),
+        dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks)),
         ROLE_NAME="default",
-        ROLE_RANK=str(rank),
-        ROLE_WORLD_SIZE=str(ranks),
         GROUP_RANK="0",
         GROUP_WORLD_SIZE="1",
         MASTER_ADDR="127.0.0.1",
