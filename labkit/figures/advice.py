@@ -324,7 +324,6 @@ def _training_json(asked: Training) -> dict[str, Any]:
 
 
 def cells(estimate: Estimate) -> tuple[str, ...]:
-    """The cells below `HEADS`."""
     layout = estimate.layout
     return (
         layout.title,
@@ -341,7 +340,6 @@ def cells(estimate: Estimate) -> tuple[str, ...]:
 
 
 def estimate_json(estimate: Estimate) -> dict[str, Any]:
-    """An estimate as plain values."""
     layout = estimate.layout
     return {
         "strategy": layout.kind,

@@ -140,7 +140,6 @@ def measured_memory(run: Published) -> str:
 
 
 def run_json(run: Published) -> dict[str, Any]:
-    """A run as plain values."""
     layout, training, estimate = run.layout, run.training, modelled(run)
     return {
         "source": run.source,
@@ -222,7 +221,6 @@ def evidence_cells(title: str, rate: float | None, needs: float, found: Evidence
 
 
 def evidence_json(found: Evidence) -> dict[str, Any]:
-    """Evidence as plain values."""
     differences = list(found.differences)
     return {"distance": found.distance, "near": found.near, "differences": differences, "run": run_json(found.run)}
 

@@ -321,7 +321,6 @@ class Grid:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
         return math.ceil(self.ranks / self.columns)
 
     @property
@@ -826,7 +825,6 @@ def style() -> str:
 
 
 def as_json(shown: Film) -> dict[str, Any]:
-    """A film as a page reads it."""
     return {field.name: getattr(shown, field.name) for field in fields(shown)}
 
 

@@ -222,7 +222,6 @@ class Extent:
         return Extent(min(self.low, *known), max(self.high, *known)) if known else self
 
     def or_(self, other: Extent) -> Extent:
-        """The extent of both."""
         return Extent(min(self.low, other.low), max(self.high, other.high))
 
 
@@ -247,12 +246,10 @@ class Drawn:
 
     @property
     def x_span(self) -> tuple[float, float]:
-        """The range of the x axis."""
         return self.chart.x.span(self.x.low, self.x.high)
 
     @property
     def y_span(self) -> tuple[float, float]:
-        """The range of the y axis."""
         return self.chart.y.span(self.y.low, self.y.high)
 
 

@@ -326,7 +326,6 @@ class Measured(CommunicationModel):
 
 
 def tables_folder() -> Path:
-    """The folder of the tables."""
     return user_cache() / "labkit" / "links"
 
 

@@ -85,7 +85,6 @@ class Cell:
 
     @property
     def script(self) -> str:
-        """The complete script that every rank runs."""
         return self.before + self.body.rstrip("\n") + _AFTER
 
     def in_cell(self, text: str, script: Path) -> str:

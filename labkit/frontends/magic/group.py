@@ -87,7 +87,6 @@ class Group:
 
     @property
     def ranks(self) -> range:
-        """All ranks."""
         return range(self.spec.nproc)
 
     @property

@@ -575,7 +575,6 @@ class _Place:
         self._then.append(bundle)
 
     def close(self) -> None:
-        """The cell is over."""
         if self._handle is None and self._newest:
             display(self._newest[0].bundle, raw=True)
         for bundle in self._then:

@@ -214,7 +214,6 @@ class Live:
         widgets.later(_PATIENCE + 0.1, self.redraw)
 
     def restart(self, state: RunState) -> None:
-        """Shows another run."""
         with self._lock:
             self._restart()
             self.draw(state)
@@ -445,7 +444,6 @@ class TimelineTab(_Tab):
                 self._say(f"saved as {folder.trace.relative_to(Path.cwd()) if here else folder.trace}")
 
     def draw(self, state: RunState, final: bool = False) -> None:
-        """Updates the tab to the state."""
         self._follow(state)
         steps = profiled_steps(state)
         options = [(_NEWEST, 0), *((f"{step}", step) for step in steps)]
@@ -472,7 +470,6 @@ class MemoryTab(_Tab):
         self.widget = self._box("labkit-memory", [self._capture, self._snapshot, self._apart], self._outcome)
 
     def draw(self, state: RunState, final: bool = False) -> None:
-        """Updates the tab to the state."""
         self._follow(state)
         on_cuda = any(rank.device.startswith("cuda") for rank in state.ranks.values())
         widgets.show(self._snapshot, on_cuda)

@@ -66,7 +66,6 @@ class ComparisonView:
 
     @property
     def empty(self) -> bool:
-        """Whether no comparison is shown."""
         return self._shown is None
 
     def say(self, text: str) -> None:

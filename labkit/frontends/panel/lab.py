@@ -128,7 +128,6 @@ class Settings:
         return self.values_of(self._row.all_options + self._workload.options)
 
     def values_of(self, options: tuple[Option, ...]) -> dict[str, Any]:
-        """The values of some options, by name."""
         return {option.name: self._known.get(option.name, option.default) for option in options}
 
     def fit(self, row: Strategy, workload: Workload) -> None:
@@ -292,7 +291,6 @@ class Choices:
 
     @property
     def chosen(self) -> str:
-        """The name of the selected strategy."""
         return self.further.value or self.strategy.value
 
     def spec(self) -> Spec:
@@ -533,7 +531,6 @@ class Lab:
 
     @property
     def run(self) -> Run | None:
-        """The run started last, or None."""
         return self._run
 
     def _make(self, presentation: bool) -> None:

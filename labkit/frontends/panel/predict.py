@@ -59,7 +59,6 @@ class GuessFields:
                 self._wrong.value = sentence_html(str(error).replace(name, FIGURES[name].label, 1))
 
     def show(self, shown: bool) -> None:
-        """Shows or hides the row."""
         widgets.show(self.widget, shown)
 
     def enter(self) -> None:

@@ -85,7 +85,6 @@ class NodeCommands:
         self._spec: Spec | None = None
 
     def of(self, spec: Spec) -> None:
-        """Shows the commands of a Spec."""
         self._spec = spec
         self._show()
 
@@ -109,7 +108,6 @@ class NodeCommands:
 
 
 def source_html(source: str) -> str:
-    """Any Python source as HTML."""
     return highlight(source, PythonLexer(), _FORMAT)
 
 

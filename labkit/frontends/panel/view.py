@@ -313,7 +313,6 @@ class RunView:
 
     @property
     def recorded(self) -> bool:
-        """Whether the view shows a recorded run."""
         return self._recorded
 
     @property

@@ -142,7 +142,6 @@ _PREFETCHED = 2  # layers whose inputs are on the device, if those of all others
 
 
 def stages_of(training: Training, layout: Layout) -> tuple[Stage, ...]:
-    """The stages of a layout."""
     return stages(training.model, layout.pipeline, layout.framework.balanced)
 
 
@@ -165,7 +164,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The sum of all."""
         return self.states.total + self.activations + self.communication + self.reserved
 
     @property

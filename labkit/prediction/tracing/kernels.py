@@ -52,16 +52,13 @@ class Meta:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Meta:
-        """The description of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     @property
     def bytes(self) -> int:
-        """The bytes of its elements."""
         return math.prod(self.shape) * self.type.itemsize
 
     def make(self) -> torch.Tensor:
-        """A tensor of zeros."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.type).zero_()
 
 

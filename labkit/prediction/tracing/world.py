@@ -227,7 +227,6 @@ class Replica(torch.nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The traced device."""
         return self.device
 
     @property
@@ -238,7 +237,6 @@ class Replica(torch.nn.Module, Joinable):
     # ---- a step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
         Join.notify_join_context(self)
         if self.require_forward_param_sync and self.broadcast_buffers:
             self._send_buffers()
@@ -450,7 +448,6 @@ class Pending:
         return True
 
     def is_completed(self) -> bool:
-        """Always true."""
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
