@@ -169,12 +169,9 @@ def test_of_several_choices_of_recorded_runs_the_newest_is_shown(runs, monkeypat
             assert read.wait(30)
         return comparison.recorded(folders)
 
-    def in_a_thread(work) -> None:
-        threads.append(threading.Thread(target=work, daemon=True))
-        threads[-1].start()
-
+    start = compare.widgets.in_thread
     monkeypatch.setattr(compare, "recorded", recorded)
-    monkeypatch.setattr(compare, "_in_a_thread", in_a_thread)
+    monkeypatch.setattr(compare.widgets, "in_thread", lambda *work: threads.append(start(*work)))
     tab = CompareTab(dict, lambda: False)
     for folder in (slow, fast):
         tab._list.options = [(folder.name, str(folder.path))]

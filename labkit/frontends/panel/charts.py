@@ -52,8 +52,6 @@ class _Page:
     read: list[int]
     held: list[int]
     last_x: list[float]
-    x: Extent
-    y: Extent
 
     def lacks(self, chart: Chart) -> bool:
         """Whether `chart` must be sent whole because new points alone are not enough."""
@@ -93,14 +91,12 @@ class Feed:
         drawn = chart.drawn(WHOLE)
         old = self._pages.get(name)
         if chart.lines and old is not None and old.drawn.chart.y == chart.y:  # downsampled: keep the range of the axes
-            drawn = Drawn(chart, drawn.points, old.x.or_(drawn.x), old.y.or_(drawn.y))
+            drawn = Drawn(chart, drawn.points, old.drawn.x.or_(drawn.x), old.drawn.y.or_(drawn.y))
         self._pages[name] = _Page(
             drawn,
             read=[len(line) for line in chart.lines],
             held=[len(xs) for xs, _ in drawn.points],
             last_x=[xs[-1] if xs else 0.0 for xs, _ in drawn.points],
-            x=drawn.x,
-            y=drawn.y,
         )
         data, layout = parts(drawn)
         return {"label": chart.title, "data": data, "layout": layout}
@@ -109,7 +105,7 @@ class Feed:
 def _more(page: _Page, chart: Chart) -> dict[str, Any] | None:
     """The new points of each line (reduced to one or two), new heights of bars, and axis ranges that have grown."""
     points = []
-    before = page.drawn
+    before, x, y = page.drawn, page.drawn.x, page.drawn.y
     for index, line in enumerate(chart.lines):
         if len(line) == page.read[index]:
             continue
@@ -118,12 +114,11 @@ def _more(page: _Page, chart: Chart) -> dict[str, Any] | None:
             xs, ys = [xs[0], *xs], [None, *ys]
         page.read[index], page.last_x[index] = len(line), xs[-1]
         page.held[index] += len(xs)
-        page.x, page.y = page.x.with_(xs), page.y.with_(ys)
+        x, y = x.with_(xs), y.with_(ys)
         points.append([index, numbers(xs), numbers(ys), words(chart.y, ys)])
-    if chart.bars and chart.bar_height < _LOW * page.y.high:
-        page.y = Extent()  # the first steps are long: the bars of the others would be low for ever
-    page.y = page.y.with_([chart.bar_height])
-    page.drawn = Drawn(chart, (), page.x, page.y)
+    if chart.bars and chart.bar_height < _LOW * y.high:
+        y = Extent()  # the first steps are long: the bars of the others would be low for ever
+    page.drawn = Drawn(chart, (), x, y.with_([chart.bar_height]))
     more = {
         "points": points,
         "bars": (

@@ -331,7 +331,7 @@ class CompareTab:
         A comparison started in the tab itself is not replaced.
         """
         if not self._asked:
-            _in_a_thread(self._show_newest)
+            widgets.in_thread("recorded runs", self._show_newest)
 
     def _next(self) -> int:
         """The number of a new request, which supersedes those before it."""
@@ -349,7 +349,7 @@ class CompareTab:
         widgets.show(self._popover, shown)
         if shown:
             self._list.disabled = True  # a choice would be lost when the list is filled
-            _in_a_thread(self._list_runs)
+            widgets.in_thread("recorded runs", self._list_runs)
 
     def _list_runs(self) -> None:
         chosen = self._list.value
@@ -363,13 +363,13 @@ class CompareTab:
         folders = [RunFolder(path) for path in self._list.value]
         _, unreadable = RunFolder.readable(folders)
         if not folders:
-            _in_a_thread(lambda: self.show_recorded(asked))
+            widgets.in_thread("recorded runs", self.show_recorded, asked)
         elif unreadable:
             sentence = "; ".join(f"{name} cannot be read: {why}" for name, why in unreadable.items())
             self._said.value = sentence_html(sentence)
         else:
             self._said.value = ""
-            _in_a_thread(lambda: self._show(asked, folders))
+            widgets.in_thread("recorded runs", self._show, asked, folders)
         self._recorded_button.value = False
 
     def show_recorded(self, asked: int | None = None) -> None:
@@ -432,8 +432,3 @@ def _popover(button: ipywidgets.ToggleButton, content: ipywidgets.Box) -> ipywid
     button.add_class("labkit-compare-more")
     content.add_class("labkit-runs")
     return widgets.Box([button, content], css="labkit-options")
-
-
-def _in_a_thread(work: Callable[[], None]) -> None:
-    """Runs `work`, which reads run folders."""
-    widgets.in_thread("recorded runs", work)
