@@ -261,8 +261,8 @@ class Choices:
         names = [*([("GPUs", "cuda")] if has_gpus else []), ("CPU ranks", "cpu")]
         layout = {"width": "110px"} | ({} if has_gpus else widgets.HIDDEN)
         self.device = widgets.dropdown("Train on", names, device, layout=layout, css="labkit-field")
-        look, most = {"layout": {"width": "64px"}, "css": "labkit-field"}, max(start.nproc, 1)
-        self.nproc = widgets.BoundedIntText(value=start.nproc, min=1, max=most, description="Ranks", **look)
+        look = {"description": "Ranks", "layout": {"width": "64px"}, "css": "labkit-field"}
+        self.nproc = widgets.BoundedIntText(value=start.nproc, min=1, max=max(start.nproc, 1), **look)
         self.batch = _number("batch_size", start.batch_size, description="Batch size", layout={"width": "68px"})
         names, css = [("per rank", "weak"), ("in total", "strong")], "labkit-field labkit-joined"
         look = {"tooltip": _SCALING, "layout": {"width": "90px"}, "css": css}

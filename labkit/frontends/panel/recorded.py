@@ -55,16 +55,18 @@ class Recorded:
     def __init__(self, on_choice: Callable[[str], None]):
         self._on_choice = on_choice
         self._listing = False
-        look = {"layout": {"width": "132px"}, "css": "labkit-recorded-runs"}
         hint = "Open and replay a recorded run"
-        self.which = widgets.dropdown("Recorded", [(_NONE, "")], "", tooltip=hint, **look)
+        self.which = widgets.dropdown(
+            "Recorded", [(_NONE, "")], "", tooltip=hint, layout={"width": "132px"}, css="labkit-recorded-runs"
+        )
         self.which.observe(self._chosen, "value")
         self.close_button = widgets.button(
             "✕ Close", "Back to the configuration", lambda: self.choose(""), css="labkit-close"
         )
-        look = {"layout": {"width": "240px"}, "css": "labkit-field"}
         hint = "Show another run below, always after as many steps"
-        self.beside = widgets.dropdown("In step with", [(_ALONE, "")], "", tooltip=hint, **look)
+        self.beside = widgets.dropdown(
+            "In step with", [(_ALONE, "")], "", tooltip=hint, layout={"width": "240px"}, css="labkit-field"
+        )
         self.beside.observe(lambda _: self._listing or self._on_choice(self.which.value), "value")
         self.title, self._said = widgets.HTML(), widgets.HTML()
         row = widgets.HBox([self.title, self.beside, self.close_button], css="labkit-row")

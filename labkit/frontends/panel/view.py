@@ -275,8 +275,8 @@ class RunView:
         self.words = widgets.HTML(state_html("ready", "quiet"), css="labkit-words")
         self.progress = widgets.HTML(progress_html(self.state))
         self.finding = widgets.HTML(css="labkit-above")
-        hint, look = "Show evidence, cause and fix", {"layout": widgets.HIDDEN, "css": "labkit-why"}
-        self._why = widgets.toggle("Why?", hint, lambda _: self._explain(), **look)
+        hint = "Show evidence, cause and fix"
+        self._why = widgets.toggle("Why?", hint, lambda _: self._explain(), layout=widgets.HIDDEN, css="labkit-why")
         self._diagnosis = widgets.HTML(layout=widgets.HIDDEN, css="labkit-diagnoses")
         # which run is on screen: the configuration may have changed since it started
         self._what = widgets.HTML(css="labkit-what")
