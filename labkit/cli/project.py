@@ -331,7 +331,7 @@ def classroom(args: argparse.Namespace) -> int:
 
 def grade(args: argparse.Namespace) -> int:
     """Judges a folder of submissions and writes a CSV."""
-    from labkit.course.build import grade as graded
+    from labkit.course import grade as graded
     from labkit.course.build.sandbox import Limits, isolation
     from labkit.course.classroom.overview import grades_of
 

@@ -37,7 +37,7 @@ from labkit.analysis.foreign import ForeignError, Page, memory_events, opening
 from labkit.analysis.foreign.reading import plain_pickle
 
 RECORDED = (
-    Path(labkit.__file__).parent / "course/build/precision/leak.pickle.gz"
+    Path(labkit.__file__).parent / "course/build/starters/leak.pickle.gz"
 )  # torch's own allocator, on the stand-in
 RECORDED_PEAK = 51_130_572  # torch.cuda.memory_stats()["requested_bytes.all.peak"] at its end
 

@@ -135,7 +135,7 @@ def test_an_unknown_rank_has_no_figures():
 
 # ---- the rule
 
-OTHERS = ("analysis/metrics.py", "course/build/inference/sampler.py")  # a script of learners imports nothing of the lab
+OTHERS = ("analysis/metrics.py", "course/build/starters/sampler.py")  # a script of learners imports nothing of the lab
 MIDDLES = {"median", "median_low", "median_high", "quantiles", "nanmedian", "percentile", "quantile", "nanpercentile"}
 
 

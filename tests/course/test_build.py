@@ -10,10 +10,10 @@ from answers import build_data_parallel, cheats, variants
 from conftest import processes_of
 
 from labkit import Run, check
+from labkit.course.answers import Wrong
 from labkit.course.build import criteria
 from labkit.course.build.criteria import Answer, source_of
 from labkit.course.build.record import Record
-from labkit.course.exercises import Wrong
 
 TOPICS = ("collectives", "build_data_parallel", "build_model_parallel")
 MORE = [

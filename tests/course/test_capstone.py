@@ -7,11 +7,11 @@ import torch
 from answers import capstone
 
 from labkit import check, starter
+from labkit.course.answers import Wrong
 from labkit.course.build import criteria
-from labkit.course.build.capstone import mesh_training
-from labkit.course.build.capstone import trial as mesh
 from labkit.course.build.record import CLOSE, Event, Record, hint
-from labkit.course.exercises import Wrong
+from labkit.course.build.starters import mesh_training
+from labkit.course.build.trials import capstone as mesh
 
 MESH = {"data": 2, "pipeline": 2, "tensor": 2}
 

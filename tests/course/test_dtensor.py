@@ -6,7 +6,7 @@ import pytest
 from answers.dtensor import planned, sent
 
 from labkit import check
-from labkit.course.build.dtensor.exercises import block_of_learner
+from labkit.course.exercises.build_strategies import block_of_learner
 
 NORM = '        "norm": SequenceParallel(sequence_dim=sequence),\n'
 KEY = '        "attention.w2": ColwiseParallel(),\n'

@@ -21,14 +21,14 @@ from places import ROOT
 import labkit
 from labkit import Run, check, my_progress
 from labkit.analysis.guess import FIGURES
-from labkit.course.build.capstone import exercises as capstone
+from labkit.course.answers import Wrong
 from labkit.course.exercises import (
     LABS,
     Book,
     Exercise,
     Noted,
     Score,
-    Wrong,
+    capstone,
     data_parallel,
     exercise,
     exercises,

@@ -8,7 +8,8 @@ from answers.input_pipeline import Loading, ran
 from fabricate import FakeRun
 
 from labkit import Run, check
-from labkit.course.exercises import Wrong, own
+from labkit.course import answers as own
+from labkit.course.answers import Wrong
 from labkit.record.documents import plain
 
 

@@ -14,10 +14,11 @@ from commands import called
 from conftest import processes_of
 
 import labkit
-from labkit.course.build import grade, sandbox
-from labkit.course.build.precision import solution as precision
+from labkit.course import grade
+from labkit.course.build import sandbox
 from labkit.course.build.sandbox import Limits
-from labkit.course.build.without_restart import solution as replicas
+from labkit.course.build.solutions import precision as precision
+from labkit.course.build.solutions import without_restart as replicas
 from labkit.course.exercises import Learner, judged_labs, tasks_of
 
 RIGHT = """

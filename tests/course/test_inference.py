@@ -10,8 +10,8 @@ from answers import inference
 from answers.inference import served
 
 from labkit import check
-from labkit.course.build.inference import exercises
-from labkit.course.exercises import Wrong
+from labkit.course.answers import Wrong
+from labkit.course.exercises import inference as exercises
 
 
 @pytest.mark.usefixtures("forked_ranks")

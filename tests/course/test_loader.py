@@ -11,10 +11,10 @@ from answers import loaders
 from simulated_loader import observed
 
 from labkit import check
-from labkit.course.build.input_pipeline import exercises as loader
-from labkit.course.build.input_pipeline import task as shards
-from labkit.course.build.input_pipeline.solution import Loader
-from labkit.course.exercises import Wrong
+from labkit.course.answers import Wrong
+from labkit.course.build.solutions.input_pipeline import Loader
+from labkit.course.build.trials import loader_task as shards
+from labkit.course.exercises import input_pipeline as loader
 
 
 def judged(answer, task, monkeypatch):

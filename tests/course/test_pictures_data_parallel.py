@@ -10,7 +10,8 @@ import pytest
 from labkit import Spec
 from labkit.analysis.theory.formulas import Case, _buckets, theory
 from labkit.course import pictures
-from labkit.course.exercises import Wrong, exercise
+from labkit.course.answers import Wrong
+from labkit.course.exercises import exercise
 from labkit.course.pictures.data_parallel import Bucket, divide, filled, sent
 
 draw = pictures.data_parallel

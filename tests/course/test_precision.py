@@ -16,8 +16,8 @@ from answers.precision import fsdp2
 from labkit import check, starter
 from labkit.analysis.foreign import opening
 from labkit.analysis.foreign.reading import plain_pickle
-from labkit.course.build.precision import solution as solutions
-from labkit.course.build.precision import trial as trials
+from labkit.course.build.solutions import precision as solutions
+from labkit.course.build.trials import precision as trials
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from labkit.course.build.input_pipeline.exercises import Rank
+from labkit.course.exercises.input_pipeline import Rank
 
 
 def observed(answer, task, monkeypatch):

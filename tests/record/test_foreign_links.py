@@ -13,8 +13,7 @@ from fabricate import FakeRun
 from foreign import FINISHED, RECORDED, copy_of, everything
 
 import labkit
-from labkit.course.exercises import Wrong
-from labkit.course.exercises.own import source
+from labkit.course.answers import Wrong, source
 from labkit.frontends.handout.execute import stand_in
 from labkit.record import files
 from labkit.record.files import NotPlain, names_below, open_below, read_below

@@ -24,7 +24,6 @@ TABLES = ("training/strategies/__init__.py", "training/workloads/__init__.py")
 EXCEPTIONS = {
     "setup/environment.py": "names of packages, one of which is called like its strategy",
     "course/claims": "a claim is about certain strategies: their runs, by name, and the figures that are claimed",
-    "course/build/capstone": "the exercise asks for a run of a certain workload, as those of course/exercises do",
     "course/exercises": "an exercise asks for a run of a certain strategy, and checks that the answer is one",
     "course/pictures/mesh.py": "names of the axes of a mesh, some of which are called like a strategy",
     "figures/atlas.py": "names of the axes of a layout",

@@ -26,9 +26,9 @@ from typing import Any
 import labkit
 from labkit.common.arguments import shown
 from labkit.common.units import size
+from labkit.course.answers import Unanswered, Wrong
 from labkit.course.build.record import BACKWARD, COMPUTE, FORWARD, OUTSIDE, STORE, WAIT, Event, Record
 from labkit.course.build.sandbox import run_to_end
-from labkit.course.exercises import Unanswered, Wrong
 from labkit.course.pictures.pipeline import order
 from labkit.launch.job import LaunchError
 from labkit.plan.spec import Spec, SpecError
@@ -162,10 +162,10 @@ def _is_dots(node: ast.FunctionDef | ast.Call) -> bool:
     return not body and any(part.value.value is ... for part in dots if isinstance(part.value, ast.Constant))
 
 
-def solution(exercises: str, *names: str) -> str:
-    """The reference solution for teachers (markdown): these definitions of `solution.py`, next to the file `exercises`,
-    after the imports and constants that they use."""
-    text = Path(exercises).with_name("solution.py").read_text(encoding="utf-8")
+def solution(topic: str, *names: str) -> str:
+    """The reference solution for teachers (markdown): these definitions of the module of `solutions/`, after the
+    imports and constants that they use."""
+    text = (Path(__file__).parent / "solutions" / f"{topic}.py").read_text(encoding="utf-8")
     nodes = ast.parse(text).body
     chosen = [node for node in nodes if getattr(node, "name", None) in names]
     used = {part.id for node in chosen for part in ast.walk(node) if isinstance(part, ast.Name)}
@@ -250,8 +250,8 @@ def script_of(module: str, trial: str, answer: Any, nproc: int) -> str:
 
 
 def records_of(module: str, trial: str, answer: Any, nproc: int, **settings: Any) -> list[Record | None]:
-    """What each rank recorded in a `trial` of a `module` below `labkit.course.build`, and what was expected of it; None
-    for a rank that wrote nothing. All processes have ended when it returns. `settings` are those of a task that is
+    """What each rank recorded in a `trial` of a `module` of `trials/`, and what was expected of it; None for a rank
+    that wrote nothing. All processes have ended when it returns. `settings` are those of a task that is
     drawn for each learner, as plain values."""
     text = script_of(module, trial, answer, nproc)
     with tempfile.TemporaryDirectory(prefix="labkit-answer-") as folder, examiner() as examined:

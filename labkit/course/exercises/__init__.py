@@ -1,10 +1,10 @@
 """Self-grading exercises: `check("ddp.steps", answer)` says what is right or wrong; `my_progress()` lists the results,
 and how near the learner's predictions were.
 
-An exercise is called `topic.name`. The exercises of a lab have one topic, and `_PLACES` says which module has them in
-its table `EXERCISES`: one of this package, in which labs of one subject follow each other, or, if answers run on ranks,
-the one in the topic's folder of `course/build/`. The lessons contain no answers. The solution for teachers (`key`) goes
-into the handout that is made with `--teacher`.
+An exercise is called `topic.name`. The exercises of a lab have one topic, and `_PLACES` says which module of this
+package has them in its table `EXERCISES`; labs of one subject follow each other in a module. Answers that run on ranks
+are judged with `course/build/`. The lessons contain no answers. The solution for teachers (`key`) goes into the handout
+that is made with `--teacher`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import random
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from labkit.analysis.metrics import median
 from labkit.common.arguments import check_type, shown
 from labkit.common.text import escape
 from labkit.common.units import counted
+from labkit.course.answers import Unanswered, Wrong, require_number
 from labkit.figures.tables import marked_html
 from labkit.record.documents import Unreadable, decoded
 from labkit.record.events import Count, Recorded, parse
@@ -36,54 +37,35 @@ from labkit.record.files import NotPlain, read_below
 from labkit.record.folder import RunFolder, runs_root
 
 _PLACES = {  # by topic its lab, and the module with its exercises
-    "start": ("00_start_here", "exercises.data_parallel"),
-    "collectives": ("01_collectives", "exercises.collectives"),
-    "data_parallel": ("02_data_parallel", "exercises.data_parallel"),
-    "ddp": ("03_ddp", "exercises.data_parallel"),
-    "zero": ("04_zero", "exercises.data_parallel"),
-    "fsdp": ("05_fsdp", "exercises.data_parallel"),
-    "tensor_parallel": ("06_tensor_parallel", "exercises.model_parallel"),
-    "pipeline_parallel": ("07_pipeline_parallel", "exercises.model_parallel"),
-    "combine": ("08_combine", "exercises.model_parallel"),
-    "input_pipeline": ("09_input_pipeline", "build.input_pipeline.exercises"),
-    "failover": ("10_failover", "exercises.failures"),
-    "choose": ("11_choose", "exercises.layouts"),
-    "troubleshooting": ("12_troubleshooting", "exercises.failures"),
-    "build_data_parallel": ("13_build_ddp_and_zero", "build.build_data_parallel.exercises"),
-    "build_model_parallel": ("14_build_model_parallel", "build.build_model_parallel.exercises"),
-    "mixture_of_experts": ("15_mixture_of_experts", "exercises.model_parallel"),
-    "long_context": ("16_long_context", "exercises.model_parallel"),
-    "capstone": ("17_capstone", "build.capstone.exercises"),
-    "one_device": ("18_one_device", "exercises.one_device"),
-    "clusters": ("19_clusters", "exercises.layouts"),
-    "profiles": ("20_profiles", "build.profiles.exercises"),
-    "dtensor": ("21_dtensor", "build.dtensor.exercises"),
-    "precision": ("22_precision_and_memory", "build.precision.exercises"),
-    "without_restart": ("23_without_restart", "build.without_restart.exercises"),
-    "batch_size": ("24_batch_size", "exercises.batch_size"),
-    "inference": ("25_inference_and_rl", "build.inference.exercises"),
+    "start": ("00_start_here", "data_parallel"),
+    "collectives": ("01_collectives", "collectives"),
+    "data_parallel": ("02_data_parallel", "data_parallel"),
+    "ddp": ("03_ddp", "data_parallel"),
+    "zero": ("04_zero", "data_parallel"),
+    "fsdp": ("05_fsdp", "data_parallel"),
+    "tensor_parallel": ("06_tensor_parallel", "model_parallel"),
+    "pipeline_parallel": ("07_pipeline_parallel", "model_parallel"),
+    "combine": ("08_combine", "model_parallel"),
+    "input_pipeline": ("09_input_pipeline", "input_pipeline"),
+    "failover": ("10_failover", "failures"),
+    "choose": ("11_choose", "layouts"),
+    "troubleshooting": ("12_troubleshooting", "failures"),
+    "build_data_parallel": ("13_build_ddp_and_zero", "build_strategies"),
+    "build_model_parallel": ("14_build_model_parallel", "build_strategies"),
+    "mixture_of_experts": ("15_mixture_of_experts", "model_parallel"),
+    "long_context": ("16_long_context", "model_parallel"),
+    "capstone": ("17_capstone", "capstone"),
+    "one_device": ("18_one_device", "one_device"),
+    "clusters": ("19_clusters", "layouts"),
+    "profiles": ("20_profiles", "one_device"),
+    "dtensor": ("21_dtensor", "build_strategies"),
+    "precision": ("22_precision_and_memory", "one_device"),
+    "without_restart": ("23_without_restart", "failures"),
+    "batch_size": ("24_batch_size", "batch_size"),
+    "inference": ("25_inference_and_rl", "inference"),
 }
 LABS = {topic: lab for topic, (lab, _) in _PLACES.items()}
-
-
-class Wrong(Exception):
-    """What is wrong with an answer: a hint that does not give the solution away."""
-
-
-class Unanswered(Wrong):
-    """A file that is the answer still is as it was given."""
-
-
-def require_function(answer: Any, what: str) -> None:
-    """Raises `Wrong` unless the answer is callable; `what` completes "the answer must be a function …"."""
-    if not callable(answer):
-        raise Wrong(f"the answer must be a function {what}, got {answer!r}")
-
-
-def require_number(answer: Any, what: str) -> None:
-    """Raises `Wrong` unless the answer is a number; `what` completes "the answer must be a number …"."""
-    if not _is_number(answer):
-        raise Wrong(f"the answer must be a number {what}, got {answer!r}")
+_STARTERS = Path(__file__).parents[1] / "build" / "starters"
 
 
 @dataclass(frozen=True)
@@ -123,43 +105,10 @@ def draw_number(name: str, draw: Callable[[random.Random], Question]) -> Questio
     return question
 
 
-def result_of(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a learner's function returns for some arguments; `Wrong` if it raises. `call` says it in words."""
-    try:
-        return function(*arguments)
-    except Exception as error:
-        raise Wrong(f"{call} raised {type(error).__name__}: {error}") from None
-
-
-def number_of(call: str, what: str, function: Callable[..., Any], *arguments: Any) -> float:
-    """As `result_of`, of a function that must return a number; `what` completes "a number …"."""
-    given = result_of(call, function, *arguments)
-    if not _is_number(given):
-        raise Wrong(f"{call} must return a number {what}, got {given!r:.80}")
-    return float(given)
-
-
-def numbers_of(call: str, names: Sequence[str], function: Callable[..., Any], *arguments: Any) -> list[float]:
-    """As `result_of`, of a function that must return a number for each of `names`."""
-    given = result_of(call, function, *arguments)
-    if not isinstance(given, (tuple, list)) or len(given) != len(names) or not all(map(_is_number, given)):
-        raise Wrong(f"{call} must return {len(names)} numbers ({', '.join(names)}), got {given!r:.80}")
-    return list(given)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def explained(number: float, mistakes: Iterable[tuple[float, str]], otherwise: str, near: float = 1e-6) -> str:
-    """The words of the first of `mistakes` that leads to this number, up to a relative difference; or `otherwise`."""
-    return next((words for wrong, words in mistakes if math.isclose(number, wrong, rel_tol=near)), otherwise)
-
-
 @dataclass(frozen=True)
 class Exercise:
     """An exercise. `check(answer)` returns why the answer is right, or raises `Wrong`; `key` is the solution
-    (markdown), and `given` the file to start from, in the folder of this module. `task` says what is drawn for this
+    (markdown), and `given` the file to start from, in `build/starters/`. `task` says what is drawn for this
     learner, if anything is: the verdict on an empty answer shows it. `runs` is what of an answer runs in processes
     of its own, if anything does: its code, or a script whose name it is. Such answers `labkit grade` judges as well."""
 
@@ -219,12 +168,9 @@ def _topic(name: str) -> str:
 
 def exercises(topic: str) -> dict[str, Exercise]:
     """The exercises of a topic, by name."""
-    table: dict[str, Exercise] = importlib.import_module(_module(topic)).EXERCISES
+    _, module = _PLACES[topic]
+    table: dict[str, Exercise] = importlib.import_module(f"{__name__}.{module}").EXERCISES
     return {name: exercise for name, exercise in table.items() if _topic(name) == topic}
-
-
-def _module(topic: str) -> str:
-    return f"labkit.course.{_PLACES[topic][1]}"
 
 
 def judged() -> dict[str, Exercise]:
@@ -268,9 +214,9 @@ def starter(name: str) -> Path:
     given = exercise(name).given
     if not given:
         raise LookupError(f"the exercise {name} starts from no file; its lab has the code to begin with")
-    path, module = Path(given), importlib.import_module(_module(_topic(name)))
+    path = Path(given)
     with suppress(FileExistsError), path.open("xb") as file:
-        file.write(Path(inspect.getfile(module)).with_name(given).read_bytes())
+        file.write((_STARTERS / given).read_bytes())
     return path
 
 
@@ -451,7 +397,7 @@ class Book:
     @classmethod
     def here(cls) -> Book:
         """The record of this runs folder."""
-        return cls(runs_root() / "exercises.json")
+        return cls(runs_root() / "json")
 
     def read(self) -> dict[str, Noted]:
         """By exercise, what is noted."""

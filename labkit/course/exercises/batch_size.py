@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.theory.batch_size import fitted, noise_scale, steps
 from labkit.common.units import counted
-from labkit.course.exercises import (
-    Exercise,
-    Wrong,
-    drawn,
-    explained,
-    number_of,
-    require_function,
-    require_number,
-    result_of,
-)
+from labkit.course.answers import Wrong, explained, number_of, require_function, require_number, result_of
+from labkit.course.exercises import Exercise, drawn
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong, require_number
+from labkit.course.answers import Wrong, require_number
+from labkit.course.exercises import Exercise
 
 _TIMEOUT = 5.0  # seconds without any message after which a function that is not waiting counts as an infinite loop
 _POLL = 0.005  # seconds

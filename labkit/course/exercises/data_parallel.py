@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong, number_of, require_function, require_number, result_of
-from labkit.course.exercises.own import finished, require_run
+from labkit.course.answers import Wrong, finished, number_of, require_function, require_number, require_run, result_of
+from labkit.course.exercises import Exercise
 from labkit.runs.handle import Run
 
 EXERCISES: dict[str, Exercise] = {}

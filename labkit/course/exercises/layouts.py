@@ -8,17 +8,8 @@ from random import Random
 from typing import Any
 
 from labkit.common.units import counted, size
-from labkit.course.exercises import (
-    Exercise,
-    Question,
-    Wrong,
-    drawn_exercise,
-    explained,
-    number_of,
-    require_function,
-    require_number,
-)
-from labkit.course.exercises.own import finished
+from labkit.course.answers import Wrong, explained, finished, number_of, require_function, require_number
+from labkit.course.exercises import Exercise, Question, drawn_exercise
 from labkit.figures.advice import PARTS
 from labkit.prediction.scale.atlas import EXAMPLE, Case, Published, case, degrees_of, evidence, modelled
 

@@ -8,8 +8,8 @@ from random import Random
 from typing import Any
 
 from labkit.common.units import size
-from labkit.course.exercises import Exercise, Question, Wrong, drawn, drawn_exercise, require_function, result_of
-from labkit.course.exercises.own import finished, require_run
+from labkit.course.answers import Wrong, finished, require_function, require_run, result_of
+from labkit.course.exercises import Exercise, Question, drawn, drawn_exercise
 from labkit.course.pictures.pipeline import SCHEDULES, least
 from labkit.course.pictures.pipeline import order as by_rule
 from labkit.training.strategies import STRATEGIES

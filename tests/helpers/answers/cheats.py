@@ -19,7 +19,7 @@ class Answer:
 
 WHOLE_BATCH = """
 def answer(model):
-    from labkit.course.build.build_data_parallel import trial as data_parallel
+    from labkit.course.build.trials import data_parallel as data_parallel
     for parameter in model.parameters():
         dist.all_reduce(torch.zeros_like(parameter))
     model.zero_grad()

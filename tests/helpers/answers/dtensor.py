@@ -5,8 +5,8 @@ from pathlib import Path
 
 from answers.mutants import mutant
 
-from labkit.course.build.dtensor import solution as plan
-from labkit.course.build.dtensor.exercises import block_of_learner
+from labkit.course.build.solutions import dtensor as plan
+from labkit.course.exercises.build_strategies import block_of_learner
 
 
 def planned(*changes):

@@ -4,7 +4,7 @@ import math
 
 from answers.mutants import mutant
 
-from labkit.course.build.inference import solution as handover
+from labkit.course.build.solutions import inference as handover
 
 
 def served(model, gpu, tp, context):

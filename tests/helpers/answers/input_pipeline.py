@@ -9,7 +9,7 @@ from answers.loaders import DEALT, loader_of
 from fabricate import FakeRun
 
 from labkit import Run
-from labkit.course.build.input_pipeline.solution import Loader
+from labkit.course.build.solutions.input_pipeline import Loader
 
 
 class Loading(FakeRun):

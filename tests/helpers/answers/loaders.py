@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from answers.mutants import mutant
 
-from labkit.course.build.input_pipeline import solution as loader
+from labkit.course.build.solutions import input_pipeline as loader
 
 
 def loader_of(*changes):

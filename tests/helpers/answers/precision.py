@@ -2,7 +2,7 @@
 
 from answers.mutants import mutant
 
-from labkit.course.build.precision import solution as precision
+from labkit.course.build.solutions import precision as precision
 
 
 def fsdp2(parameters, ranks, param, reduce, reshard):

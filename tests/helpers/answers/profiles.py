@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from labkit.course.build.profiles import slow_training
-from labkit.course.build.profiles import solution as training
+from labkit.course.build.solutions import profiles as training
+from labkit.course.build.starters import slow_training
 
 SLOW = Path(slow_training.__file__).read_text(encoding="utf-8")
 FAST = Path(training.__file__).read_text(encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from answers.mutants import mutant
 
-from labkit.course.build.without_restart import solution as replicas
+from labkit.course.build.solutions import without_restart as replicas
 
 
 def diloco(*changes):

@@ -1,5 +1,5 @@
-"""What runs every graded answer inside its ranks, and examines it in a process of its own. With the trials, which the
-folders of the labs have, only this loads torch.
+"""What runs every graded answer inside its ranks, and examines it in a process of its own. With `trials/`,
+only this loads torch.
 
 =============== ===================================================================================================
 `entry`         the first line of a graded script: executes the answer, runs the trial, and signs what it recorded;

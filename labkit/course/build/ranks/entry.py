@@ -1,4 +1,4 @@
-"""The program of a rank: `run_answer(__file__, "precision.trial", "step", "MixedPrecision", folder)` in the first line
+"""The program of a rank: `run_answer(__file__, "precision", "step", "MixedPrecision", folder)` in the first line
 of a graded script runs the rest of it, the answer, and then the trial.
 
 The answer is executed after this rank has read what only this rank may know, and after its file is deleted. The
@@ -165,8 +165,8 @@ FAILED = 1  # exit code of a rank whose answer raised
 
 
 def run_answer(source: str, module: str, trial: str, answer: str, folder: str, patience: float = 20.0) -> None:
-    """Executes the answer of the script `source`, runs the function `trial` of a `module` below `labkit.course.build`
-    with the object of this name, and writes this rank's record to `folder`.
+    """Executes the answer of the script `source`, runs the function `trial` of a `module` of `build/trials/` with
+    the object of this name, and writes this rank's record to `folder`.
 
     The process group is that of torchrun's environment. A rank without a call of torch for `patience` seconds says
     where it waits and exits; an answer that raises ends its rank with exit code 1.
@@ -179,7 +179,7 @@ def run_answer(source: str, module: str, trial: str, answer: str, folder: str, p
     key, given = _given(given_path(Path(folder), dist.get_rank()))
     record = Record(dist.get_rank())
     namespace = ModuleType("answer")
-    trials = importlib.import_module(f"labkit.course.build.{module}")
+    trials = importlib.import_module(f"labkit.course.build.trials.{module}")
     allowed = vars(trials).get("ALLOWED", ())
     rules = Rules(record, vars(namespace), allowed)
     recorder = Recorder(record, rules.intact, rules.answers, counts_functional=bool(allowed))

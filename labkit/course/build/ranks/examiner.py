@@ -25,7 +25,7 @@ class Exam:
     drawn for each learner."""
 
     def __init__(self, module: str, trial: str, ranks: int, folder: str, settings: dict[str, Any]):
-        self._module = importlib.import_module(f"labkit.course.build.{module}")
+        self._module = importlib.import_module(f"labkit.course.build.trials.{module}")
         self._trial, self._ranks, self._folder = trial, ranks, Path(folder)
         self._keys = [secrets.token_hex(32) for _ in range(ranks)]
         torch.manual_seed(secrets.randbits(62))

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from labkit.common.units import size
+from labkit.course.answers import Wrong, explained, numbers_of, require_function
 from labkit.course.build import criteria
 from labkit.course.build.criteria import check_function, records_of, solution
 from labkit.course.build.record import Record
-from labkit.course.exercises import Exercise, Wrong, explained, numbers_of, require_function
+from labkit.course.exercises import Exercise
 
 # ---- weights, cache and batch of one GPU
 
@@ -176,7 +177,7 @@ _UNITS = 2  # times the largest matrix, which a rank may hold beyond what it end
 
 def _weights(answer: Any) -> str:
     check_function(answer, ["matrices", "shards"])
-    records = criteria.ended(records_of("inference.trial", "hand_over", answer, _RANKS))
+    records = criteria.ended(records_of("inference", "hand_over", answer, _RANKS))
     _formats(records)
     criteria.results(records)
     try:
@@ -239,7 +240,7 @@ EXERCISES = {
     "inference.weights": Exercise(
         "Weights from trainers to samplers",
         _weights,
-        solution(__file__, "hand_over"),
+        solution("inference", "hand_over"),
         given="sampler.py",
         runs="code",
     ),

@@ -8,12 +8,12 @@ from functools import cache
 from typing import Any
 
 from labkit.common.units import size
+from labkit.course.answers import Wrong, explained, finished, numbers_of, require_function, require_run
 from labkit.course.build import criteria
 from labkit.course.build.criteria import Bytes, records_of, solution, written_script
 from labkit.course.build.record import Record
-from labkit.course.exercises import Exercise, Wrong, drawn, explained, numbers_of, require_function
+from labkit.course.exercises import Exercise, drawn
 from labkit.course.exercises.layouts import pick_a_layout
-from labkit.course.exercises.own import finished, require_run
 from labkit.prediction.scale.advice import Advice, advice, training
 from labkit.record.writer import sent
 
@@ -147,7 +147,7 @@ _SENT: dict[str, tuple[Bytes, Bytes, str]] = {
 
 def _trainer(answer: Any) -> str:
     written = written_script(answer, "Training", "mesh_training.py")
-    records = criteria.ended(records_of("capstone.trial", "train", written, _RANKS))
+    records = criteria.ended(records_of("capstone", "train", written, _RANKS))
     mesh = records[0].figures["mesh"]
     criteria.groups(records, mesh, _SMALL)
     for axis, (least, most, why) in _SENT.items():  # a group that is wrong, before its results are
@@ -263,7 +263,7 @@ EXERCISES: dict[str, Exercise] = {
     "capstone.trainer": Exercise(
         "A trainer on a mesh",
         _trainer,
-        solution(__file__, "groups", "Training"),
+        solution("capstone", "groups", "Training"),
         given="mesh_training.py",
         runs="script",
     ),

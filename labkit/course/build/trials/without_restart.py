@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from labkit.course.build.ranks.recorder import Recorder
 from labkit.course.build.record import OUTSIDE, Expected, Given
-from labkit.course.build.without_restart.replica import Lighthouse, Manager
+from labkit.course.build.starters.replica import Lighthouse, Manager
 
 WIDTH, SAMPLES, RATE = 64, 8, 0.01
 ROUNDS, EVERY = 4, (2, 3)  # of DiLoCo: rounds, and the inner steps of a round, of which one number is drawn

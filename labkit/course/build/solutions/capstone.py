@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from labkit.course.build.capstone.mesh_training import (
+from labkit.course.build.starters.mesh_training import (
     BLOCKS,
     DATA,
     MICRO_BATCHES,

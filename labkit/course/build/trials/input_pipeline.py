@@ -28,9 +28,9 @@ import numpy as np
 import psutil
 import torch
 
-from labkit.course.build.input_pipeline.task import OBSERVED, STATE, TASK, digests
 from labkit.course.build.ranks.entry import code_of, raised_line
 from labkit.course.build.ranks.rules import BY_ANSWER, is_caused
+from labkit.course.build.trials.loader_task import OBSERVED, STATE, TASK, digests
 from labkit.probe.__main__ import use_temporary_folder
 
 _PATIENCE = 30.0  # seconds without a message of any rank

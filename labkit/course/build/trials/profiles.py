@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit.course.build.profiles.slow_training import (
+from labkit.course.build.ranks.recorder import Recorder
+from labkit.course.build.record import Expected, Given
+from labkit.course.build.starters.slow_training import (
     HEADS,
     LAYERS,
     MAX_NORM,
@@ -21,8 +23,6 @@ from labkit.course.build.profiles.slow_training import (
     SAMPLES,
     Model,
 )
-from labkit.course.build.ranks.recorder import Recorder
-from labkit.course.build.record import Expected, Given
 
 STEPS = 2  # the probe of an ordinary run profiles a later one, which takes long for this many operators
 _TEXT = 4096  # bytes of each rank

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from labkit.course.build.capstone.mesh_training import (
+from labkit.course.build.ranks.recorder import Recorder
+from labkit.course.build.record import Expected, Given
+from labkit.course.build.starters.mesh_training import (
     BLOCKS,
     DATA,
     HEADS,
@@ -31,8 +33,6 @@ from labkit.course.build.capstone.mesh_training import (
     part_of,
     split_dimension,
 )
-from labkit.course.build.ranks.recorder import Recorder
-from labkit.course.build.record import Expected, Given
 
 STEPS = 2
 TIED = "vocabulary.weight"

@@ -14,21 +14,12 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
+from labkit.course.answers import Unanswered, Wrong
 from labkit.course.build import criteria
 from labkit.course.build.criteria import Answer
 from labkit.course.build.record import Record
 from labkit.course.build.sandbox import Limits, run_sandboxed
-from labkit.course.exercises import (
-    LEARNER,
-    Learner,
-    Unanswered,
-    Wrong,
-    exercise,
-    judged,
-    judged_labs,
-    learner_of,
-    tasks_of,
-)
+from labkit.course.exercises import LEARNER, Learner, exercise, judged, judged_labs, learner_of, tasks_of
 
 SUFFIXES = (".py", ".ipynb")
 

@@ -41,7 +41,7 @@ class Task:
         return sum(self.counts)
 
     def to_json(self, files: Sequence[Path]) -> dict[str, Any]:
-        """What `ranks/loading.py` reads."""
+        """What the program of the ranks reads."""
         epochs, steps = (1, 0, 2), (*self.steps, 0)
         parts = [dict(zip(("ranks", "epochs", "steps"), part)) for part in zip(self.ranks, epochs, steps)]
         counts = {str(file): count for file, count in zip(files, self.counts)}

@@ -18,11 +18,11 @@ import numpy as np
 
 from labkit.analysis.metrics import median, phase_seconds
 from labkit.common.units import counted, size
+from labkit.course.answers import Wrong, finished, require_function, source
 from labkit.course.build import criteria
 from labkit.course.build.criteria import check_class, solution
-from labkit.course.build.input_pipeline.task import OBSERVED, SHARD, STATE, TASK, Task, digests, draw, write
-from labkit.course.exercises import Exercise, Wrong, require_function
-from labkit.course.exercises.own import finished, source
+from labkit.course.build.trials.loader_task import OBSERVED, SHARD, STATE, TASK, Task, digests, draw, write
+from labkit.course.exercises import Exercise
 
 # ---- workers that hide loading
 
@@ -83,7 +83,7 @@ _SCRIPT = """\
 # The first two lines read this file, and run what follows with the task and the shards in FOLDER.
 import sys
 
-from labkit.course.build.input_pipeline.trial import run_loader
+from labkit.course.build.trials.input_pipeline import run_loader
 
 run_loader(__file__, "{answer}", sys.argv[1])
 sys.exit()
@@ -437,7 +437,7 @@ EXERCISES = {
     "input_pipeline.loader": Exercise(
         "Resume on another number of ranks",
         _loader,
-        solution(__file__, "Loader", "Stream"),
+        solution("input_pipeline", "Loader", "Stream"),
         given="shard_stream.py",
         runs="code",
     ),

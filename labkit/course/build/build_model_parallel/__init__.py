@@ -1,1 +1,0 @@
-"""Lab 14: tensor parallelism, a pipeline and ring attention written by the learner."""

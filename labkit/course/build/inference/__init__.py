@@ -1,1 +1,0 @@
-"""Lab 25: what a sampler holds, and weights from trainers to samplers."""
