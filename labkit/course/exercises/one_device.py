@@ -181,8 +181,8 @@ EXERCISES: dict[str, Exercise] = {
 
 
 # ---- lab 20: what a fix can gain by a profile, and a slow training script with five faults. The answer is judged by
-# what its ranks do: operators, elements, bytes, calls and synchronizations. On a busy machine these figures are the same,
-# unlike the time of a step.
+# what its ranks do: operators, elements, bytes, calls and synchronizations. These figures are the same on a busy
+# machine, unlike the time of a step.
 
 
 # ---- what a fix can gain
