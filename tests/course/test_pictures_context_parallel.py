@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labkit.course.pictures.context_parallel import held, ring, work
+from labkit.course.pictures.model_parallel import held, ring, work
 from labkit.figures import rank_colour
 from labkit.training.strategies import cp
 

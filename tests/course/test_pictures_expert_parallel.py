@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from labkit.course.pictures.expert_parallel import EXAMPLE, dispatch, route
+from labkit.course.pictures.model_parallel import EXAMPLE, dispatch, route
 from labkit.figures import rank_colour
 from labkit.training.workloads import moe
 

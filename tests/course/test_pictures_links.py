@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from labkit.course.pictures.links import SIZES, TOKENS, bandwidths, bus, thresholds
+from labkit.course.pictures.clusters import SIZES, TOKENS, bandwidths, bus, thresholds
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.links import Balance, communication
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from labkit.course.pictures import mesh, tensor_parallel
+from labkit.course.pictures import clusters as mesh
+from labkit.course.pictures import model_parallel as tensor_parallel
 from labkit.course.pictures.canvas import EVERY
 from labkit.figures.colours import rank_colour
 from labkit.record.events import Call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from labkit.analysis.theory import collectives as plans
-from labkit.course.pictures.links import _hops, all_reduces, rails, two_level
+from labkit.course.pictures.clusters import _hops, all_reduces, rails, two_level
 
 
 def used(figure, low: float = float("-inf"), high: float = float("inf")):

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from labkit.course import pictures
-from labkit.course.pictures.precision import BYTES
+from labkit.course.pictures.sharding import BYTES
 
 
 @pytest.mark.parametrize(("param", "reduce"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp8", "bf16"), ("fp32", "fp32")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from labkit.course.pictures.roofline import ceiling
+from labkit.course.pictures.clusters import ceiling
 
 
 def test_the_roof_rises_with_the_bandwidth_and_bends_at_the_peak():

@@ -25,7 +25,7 @@ EXCEPTIONS = {
     "setup/environment.py": "names of packages, one of which is called like its strategy",
     "course/claims": "a claim is about certain strategies: their runs, by name, and the figures that are claimed",
     "course/exercises": "an exercise asks for a run of a certain strategy, and checks that the answer is one",
-    "course/pictures/mesh.py": "names of the axes of a mesh, some of which are called like a strategy",
+    "course/pictures/clusters.py": "names of the axes of a mesh, some of which are called like a strategy",
     "figures/atlas.py": "names of the axes of a layout",
     "prediction/scale": "names of the axes of a layout, some of which are called like a strategy",
     "course/pictures/pipeline.py": "draws the measured steps of this strategy, and refuses other runs",

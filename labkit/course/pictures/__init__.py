@@ -19,7 +19,11 @@ TOPICS = (
     "input_pipeline", "launching", "links", "mesh", "nodes", "pipeline", "precision", "roofline", "sharding",
     "tensor_parallel",
 )  # fmt: skip
-_DRAWN_WITH = {"failures": "launching", "fit": "sharding", "nodes": "links"}  # topics in the module of another one
+_DRAWN_IN = {  # topics that share a module
+    **{"failures": "launching", "fit": "sharding", "precision": "sharding"},
+    **dict.fromkeys(("links", "mesh", "nodes", "roofline"), "clusters"),
+    **dict.fromkeys(("context_parallel", "expert_parallel", "tensor_parallel"), "model_parallel"),
+}
 
 
 def atlas(*, by: str = "model", **wanted: Any) -> go.Figure:
@@ -35,7 +39,7 @@ def atlas(*, by: str = "model", **wanted: Any) -> go.Figure:
 def __getattr__(name: str) -> ModuleType:
     if name not in TOPICS:
         raise AttributeError(f"there are no pictures of {name!r}; the topics are {', '.join(TOPICS)}")
-    return importlib.import_module(f"{__name__}.{_DRAWN_WITH.get(name, name)}")
+    return importlib.import_module(f"{__name__}.{_DRAWN_IN.get(name, name)}")
 
 
 def __dir__() -> list[str]:

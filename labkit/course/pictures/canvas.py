@@ -56,9 +56,8 @@ def checked(function: _Function) -> _Function:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(
-                f"{function.__name__}{signature.replace(return_annotation=signature.empty)}: {error}"
-            ) from None
+            wanted = signature.replace(return_annotation=signature.empty)
+            raise TypeError(f"{function.__name__}{wanted}: {error}") from None
         for name, value in bound.arguments.items():
             parameter = signature.parameters[name]
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -90,7 +89,8 @@ def _whole(name: str, value: Any) -> None:
 
 
 def _real(name: str, value: Any) -> None:
-    (_ANY if name.rpartition(" ")[2] in _SIGNED else _MEASURE).check(name, value)
+    bounds = _ANY if name.rpartition(" ")[2] in _SIGNED else _MEASURE
+    bounds.check(name, value)
 
 
 def _text(name: str, value: Any) -> None:
@@ -105,13 +105,7 @@ def _run(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a Run such as run('pp', nproc=2).wait(), got {shown(value)}")
 
 
-_SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
-    "int": _whole,
-    "float": _real,
-    "bool": check_flag,
-    "str": _text,
-    "Run": _run,
-}
+_SCALARS = {"int": _whole, "float": _real, "bool": check_flag, "str": _text, "Run": _run}
 
 
 def _instance(wanted: str, name: str, value: Any) -> None:
@@ -147,16 +141,9 @@ _DARK = (0, 2, 5)  # ranks whose colour needs white text
 
 def layout(title: str, height: float) -> dict[str, Any]:
     """The common layout: a title at the top left, a transparent background, grey text; `height` in pixels."""
+    place = {"x": 0, "xref": "container", "y": 1, "yanchor": "top", "pad": {"l": 8, "t": 7}}
     return {
-        "title": {
-            "text": title,
-            "x": 0,
-            "xref": "container",
-            "y": 1,
-            "yanchor": "top",
-            "font": {"size": 13},
-            "pad": {"l": 8, "t": 7},
-        },
+        "title": place | {"text": title, "font": {"size": 13}},
         "height": round(height),
         "margin": {"l": 8, "r": 8, "t": 34, "b": 8},
         **plain_look(),
@@ -175,14 +162,30 @@ def note(x: float, y: float, text: str, size: int, colour: str | None = None, an
     return {"x": x, "y": y, "text": text, "showarrow": False, "font": font, "xanchor": anchor, "yanchor": "middle"}
 
 
+def arrow(
+    start: tuple[float, float], end: tuple[float, float], colour: str, width: float, both: bool = False
+) -> dict[str, Any]:
+    """An arrow between two points, with a head at its end, or at both ends."""
+    points = {"ax": start[0], "ay": start[1], "axref": "x", "ayref": "y", "x": end[0], "y": end[1]}
+    look = {"showarrow": True, "text": "", "arrowhead": 2, "arrowwidth": width, "arrowcolor": colour}
+    heads = {"startarrowhead": 2, "arrowside": "end+start"} if both else {}
+    return {"xref": "x", "yref": "y"} | points | look | heads
+
+
+def level(at: float, words: str = "", axis: str = "y", width: float = 2) -> dict[str, Any]:
+    """The part of a layout that draws a dashed line from edge to edge at a value of an axis, with `words` above it."""
+    line = {"color": colours.INK, "width": width, "dash": "dash"}
+    shape = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": axis, "y0": at, "y1": at, "line": line}
+    place = {"xref": "paper", "x": 1, "xanchor": "right", "yref": axis, "y": at, "yanchor": "bottom"}
+    return {"shapes": [shape], "annotations": [place | {"text": words, "showarrow": False}] if words else []}
+
+
 def ink(owner: int | None) -> str | None:
     """The text colour on the colour of rank `owner`; None (grey) if `owner` is None, which means all ranks."""
     return None if owner is None else "#FFFFFF" if owner % len(colours.RANKS) in _DARK else "#000000"
 
 
-# ---- pictures that move
-#
-# A picture that moves is complete before it is played, and after: so it is printed, and shown without JavaScript.
+# ---- pictures that move; one is complete before it is played, and after: so it is printed, and shown without JavaScript
 
 
 _CONTROLS = 58  # px below the picture
@@ -227,11 +230,13 @@ def played(
 
 
 _HALF = 0.27  # half the height of a box, relative to a lane
-_BOXES = {"batch": colours.PHASES["copy"], "loss": colours.PHASES["other"], "update": colours.PHASES["optimizer"]}
-_BOXES |= {
+_BOXES = {
+    "batch": colours.PHASES["copy"],
     "forward": colours.PHASES["forward"],
+    "loss": colours.PHASES["other"],
     "backward": colours.PHASES["backward"],
     "all_reduce": colours.COMMUNICATION,
+    "update": colours.PHASES["optimizer"],
 }
 _LIGHT = ("forward", "loss", "all_reduce")  # phases with black text; the others have white text
 
@@ -264,20 +269,22 @@ def lane_name(lane: int, what: str = "rank") -> str:
 
 
 def side_by_side(
-    title: str, subtitle: str, names: Sequence[str], boxes: Sequence[Box], arrows: Sequence[Arrow], heads
+    title: str,
+    subtitle: str,
+    names: Sequence[str],
+    boxes: Sequence[Box],
+    arrows: Sequence[Arrow],
+    heads: Sequence[tuple[float, str]],
 ) -> go.Figure:
     """Lanes from the top down, time to the right, without a scale: boxes are phases, arrows are messages between
-    lanes."""
+    lanes, and `heads` are words above, by their place."""
     annotations = [note(x, -0.62, text, 13) | {"yanchor": "bottom"} for x, text in heads]
-    annotations += [_arrow(arrow) for arrow in arrows]
-    shapes = [
-        {"type": "line", "x0": 0, "x1": 10, "y0": lane, "y1": lane, "line": {"color": colours.GRID}}
-        for lane in range(len(names))
-    ]
+    annotations += map(_message, arrows)
+    line = {"type": "line", "x0": 0, "x1": 10, "line": {"color": colours.GRID}, "layer": "below"}
     looks = wide_layout(title, subtitle, 150 + 92 * len(names)) | {
         "annotations": annotations,
-        "shapes": [shape | {"layer": "below"} for shape in shapes],
-        "xaxis": {"visible": False, "range": [-0.1, 10], "fixedrange": True},
+        "shapes": [line | {"y0": lane, "y1": lane} for lane in range(len(names))],
+        "xaxis": HIDDEN | {"range": [-0.1, 10]},
         "yaxis": lane_axis(names, -1.25),
         "showlegend": False,
     }
@@ -305,20 +312,12 @@ def bars(boxes: Sequence[Box]) -> dict[str, Any]:
     }
 
 
-def _arrow(arrow: Arrow) -> dict[str, Any]:
+def _message(message: Arrow) -> dict[str, Any]:
     """An arrow between the edges of two lanes' boxes."""
-    down = math.copysign(_HALF + 0.03, arrow.end - arrow.start)
-    look = {
-        "showarrow": True,
-        "text": "",
-        "arrowhead": 2,
-        "arrowwidth": 2.5,
-        "arrowsize": 0.9,
-        "arrowcolor": colours.COMMUNICATION,
-    }
-    ends = {"x": arrow.at, "ax": arrow.at, "y": arrow.end - down, "ay": arrow.start + down}
-    both = {"startarrowhead": 2, "startarrowsize": 0.9, "arrowside": "end+start"} if arrow.both else {}
-    return look | ends | both | {"xref": "x", "yref": "y", "axref": "x", "ayref": "y"}
+    down = math.copysign(_HALF + 0.03, message.end - message.start)
+    ends = (message.at, message.start + down), (message.at, message.end - down)
+    sizes = {"arrowsize": 0.9, "startarrowsize": 0.9}
+    return arrow(*ends, colours.COMMUNICATION, 2.5, message.both) | sizes
 
 
 def lane_axis(names: Sequence[str], top: float) -> dict[str, Any]:
@@ -330,21 +329,17 @@ def lane_axis(names: Sequence[str], top: float) -> dict[str, Any]:
 def wide_layout(title: str, subtitle: str, height: int) -> dict[str, Any]:
     """The layout of a picture for a projector: larger text, and a line below the title for its assumptions."""
     base = layout(f"<b>{title}</b><br><span style='font-size:12px'>{subtitle}</span>", height)
-    large = {
+    return base | {
         "title": base["title"] | {"font": {"size": 16}, "pad": {"l": 8, "t": 18}},
         "font": base["font"] | {"size": 13},
+        "margin": {"l": 84, "r": 12, "t": 56, "b": 12},
+        "hovermode": "closest",
     }
-    return base | large | {"margin": {"l": 84, "r": 12, "t": 56, "b": 12}, "hovermode": "closest"}
 
 
 def axis(title: str) -> dict[str, Any]:
     """An axis with a scale."""
-    return {
-        "title": {"text": title, "standoff": 6, "font": {"size": 13}},
-        "gridcolor": colours.GRID,
-        "zeroline": False,
-        "fixedrange": True,
-    }
+    return SCALED | {"title": {"text": title, "standoff": 6, "font": {"size": 13}}, "fixedrange": True}
 
 
 def model_words(spec: Spec) -> str:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from labkit.analysis.theory import collectives as plans
 from labkit.analysis.theory.collectives import Holding, Message, Piece, Plan, Round
 from labkit.common.units import counted, size
-from labkit.course.pictures.canvas import checked
+from labkit.course.pictures.canvas import HIDDEN, SCALED, arrow, checked, layout
 from labkit.figures import rank_colour
 from labkit.figures.as_plotly import as_figure, plain_look
-from labkit.figures.colours import GRID, INK
+from labkit.figures.colours import INK
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -28,13 +28,9 @@ if TYPE_CHECKING:
 
 
 MOST = 8  # ranks in a panel
-
 _FEW = 4  # with up to this many ranks, cells are large enough for text
-
 _ACROSS = 4  # panels per row
-
 _PANEL = 200  # px
-
 _NODE, _ASIDE = 0.17, 0.05  # relative to the circle's radius: a rank's disc, and the sideways offset of an arrow
 
 
@@ -44,39 +40,27 @@ def _rounds_of(plan: Plan) -> go.Figure:
     across = min(_ACROSS if plan.n <= _FEW else 3, len(rounds))
     rows = math.ceil(len(rounds) / across)
     side = _PANEL if plan.n <= _FEW else _PANEL * _ACROSS / 3
-    layout = plain_look() | {
+    title = f"<b>{plan.title}</b>, {plan.n} ranks, {counted(len(plan.rounds), 'round')}"
+    looks = layout(title, rows * side + 40) | {
         "hovermode": "closest",
-        "title": {
-            "text": f"<b>{plan.title}</b>, {plan.n} ranks, {counted(len(plan.rounds), 'round')}",
-            "x": 0,
-            "xref": "container",
-        }
-        | {"xanchor": "left", "font": {"size": 13}, "y": 1, "yanchor": "top", "pad": {"l": 8, "t": 7}},
         "width": across * side + 20,
-        "height": rows * side + 40,
         "margin": {"l": 10, "r": 10, "t": 30, "b": 10},
         "showlegend": False,
         "shapes": [],
         "annotations": [],
     }
     data, reach = [], _reach(plan)
+    axis = HIDDEN | {"range": [-reach, reach]}
     for number, (messages, state) in enumerate(zip(rounds, states)):
         row, column = divmod(number, across)
         suffix = "" if number == 0 else str(number + 1)
-        axis = {
-            "showgrid": False,
-            "zeroline": False,
-            "showticklabels": False,
-            "range": [-reach, reach],
-            "fixedrange": True,
-        }
-        layout[f"xaxis{suffix}"] = axis | {"domain": [column / across, (column + 1) / across], "anchor": f"y{suffix}"}
-        layout[f"yaxis{suffix}"] = axis | {"domain": [1 - (row + 1) / rows, 1 - row / rows], "anchor": f"x{suffix}"}
+        looks[f"xaxis{suffix}"] = axis | {"domain": [column / across, (column + 1) / across], "anchor": f"y{suffix}"}
+        looks[f"yaxis{suffix}"] = axis | {"domain": [1 - (row + 1) / rows, 1 - row / rows], "anchor": f"x{suffix}"}
         panel = _Panel(plan, state, messages, number, suffix, reach)
-        layout["shapes"] += panel.shapes()
-        layout["annotations"] += panel.annotations()
+        looks["shapes"] += panel.shapes()
+        looks["annotations"] += panel.annotations()
         data.append(panel.hover())
-    return as_figure(data, layout)
+    return as_figure(data, looks)
 
 
 class _Panel:
@@ -99,11 +83,8 @@ class _Panel:
                 share = len(who) / self._plan.n if self._adds else float(bool(who))
                 thick = (rank, piece) in self._received
                 cell = {"type": "rect", "x0": left, "x1": left + side, "y0": low, "y1": low + side}
-                look = {
-                    "fillcolor": f"rgba(128,128,128,{0.25 * share:.2f})",
-                    "line": {"color": INK, "width": 2.5 if thick else 0.7},
-                }
-                drawn.append(self._axes | cell | look)
+                line = {"color": INK, "width": 2.5 if thick else 0.7}
+                drawn.append(self._axes | cell | {"fillcolor": f"rgba(128,128,128,{0.25 * share:.2f})", "line": line})
         return drawn
 
     def annotations(self) -> list[dict[str, Any]]:
@@ -132,17 +113,9 @@ class _Panel:
             )
             texts.append(f"rank {rank} has {has or 'nothing'}")
         xs, ys = zip(*self._places)
-        marker = {"size": 24, "opacity": 0}
         axes = {"xaxis": self._axes["xref"], "yaxis": self._axes["yref"]}
-        return {
-            "type": "scatter",
-            "mode": "markers",
-            "x": xs,
-            "y": ys,
-            "hovertext": texts,
-            "hoverinfo": "text",
-            "marker": marker,
-        } | axes
+        marks = {"type": "scatter", "mode": "markers", "x": xs, "y": ys, "marker": {"size": 24, "opacity": 0}}
+        return axes | marks | {"hovertext": texts, "hoverinfo": "text"}
 
     @property
     def _adds(self) -> bool:
@@ -160,37 +133,19 @@ class _Panel:
         (x0, y0), (x1, y1) = self._places[message.source], self._places[message.target]
         length = math.hypot(x1 - x0, y1 - y0)
         dx, dy = (x1 - x0) / length, (y1 - y0) / length
-        gap, left, up = (
-            _NODE + 0.06,
-            -_ASIDE * dy,
-            _ASIDE * dx,
-        )  # sideways offset, so that opposite arrows do not overlap
-        ends = {
-            "ax": x0 + gap * dx + left,
-            "ay": y0 + gap * dy + up,
-            "x": x1 - gap * dx + left,
-            "y": y1 - gap * dy + up,
-        }
+        gap = _NODE + 0.06
+        left, up = -_ASIDE * dy, _ASIDE * dx  # sideways, so that opposite arrows do not overlap
+        start, end = (x0 + gap * dx + left, y0 + gap * dy + up), (x1 - gap * dx + left, y1 - gap * dy + up)
         axes = self._axes | {"axref": self._axes["xref"], "ayref": self._axes["yref"]}
-        head = {
-            "showarrow": True,
-            "arrowhead": 2,
-            "arrowsize": 1.1,
-            "arrowwidth": 1.6,
-            "arrowcolor": rank_colour(message.source),
-            "text": "",
-        }
+        drawn = arrow(start, end, rank_colour(message.source), 1.6) | axes | {"arrowsize": 1.1}
         words = ("+" if message.add else "") + "".join(map(_name, message.pieces))
         near = 0.36  # position of the label on the arrow; there the labels of crossing arrows do not overlap
         label = self._text(x0 + near * (x1 - x0) - 0.2 * dy, y0 + near * (y1 - y0) + 0.2 * dx, words, 10)
-        return [axes | ends | head, label]
+        return [drawn, label]
 
     def _text(self, x: float, y: float, text: str, size: int, font_colour: str = INK, **more: Any) -> dict[str, Any]:
-        return (
-            self._axes
-            | {"x": x, "y": y, "text": text, "showarrow": False, "font": {"size": size, "color": font_colour}}
-            | more
-        )
+        place = self._axes | {"x": x, "y": y, "showarrow": False}
+        return place | {"text": text, "font": {"size": size, "color": font_colour}} | more
 
 
 def _cells(plan: Plan, rank: int) -> list[tuple[Piece, float, float, float]]:
@@ -282,38 +237,22 @@ def costs(n: int = 4) -> go.Figure:
         ("rounds", [len(plan.rounds) for plan in every]),
         ("sent by the busiest rank, in messages", [plan.busiest() for plan in every]),
     )
-    data, layout = (
-        [],
-        plain_look()
-        | {
-            "hovermode": "closest",
-            "height": 40 * len(every) + 60,
-            "margin": {"l": 275, "r": 20, "t": 10, "b": 45},
-            "showlegend": False,
-        },
-    )
+    data = []
+    looks = plain_look() | {
+        "hovermode": "closest",
+        "height": 40 * len(every) + 60,
+        "margin": {"l": 275, "r": 20, "t": 10, "b": 45},
+        "showlegend": False,
+        "yaxis": {"automargin": False, "tickfont": {"size": 10}},
+    }
     for number, (what, values) in enumerate(figures):
         suffix = "2" if number else ""
-        texts = [f"{value:g}" for value in values]
-        look = {
-            "orientation": "h",
-            "marker": {"color": INK, "opacity": 0.6},
-            "text": texts,
-            "textposition": "outside",
-            "cliponaxis": False,
-        }
-        data.append(
-            {"type": "bar", "x": values, "y": names, "xaxis": f"x{suffix}", "yaxis": "y", "hoverinfo": "skip"} | look
-        )
-        top = 1.15 * max(values)
-        layout[f"xaxis{suffix}"] = {
-            "domain": [0.54 * number, 0.54 * number + 0.44],
-            "range": [0, top],
-            "gridcolor": GRID,
-            "zeroline": False,
-        }
-        layout[f"xaxis{suffix}"]["title"] = {"text": what}
-    return as_figure(data, layout | {"yaxis": {"automargin": False, "tickfont": {"size": 10}}})
+        bars = {"type": "bar", "orientation": "h", "x": values, "y": names, "xaxis": f"x{suffix}", "yaxis": "y"}
+        bars |= {"text": [f"{value:g}" for value in values], "textposition": "outside", "cliponaxis": False}
+        data.append(bars | {"marker": {"color": INK, "opacity": 0.6}, "hoverinfo": "skip"})
+        domain = [0.54 * number, 0.54 * number + 0.44]
+        looks[f"xaxis{suffix}"] = SCALED | {"domain": domain, "range": [0, 1.15 * max(values)], "title": {"text": what}}
+    return as_figure(data, looks)
 
 
 @checked
@@ -326,47 +265,34 @@ def times(
     colours = {name: rank_colour(number) for number, name in enumerate(names)}
     series = []
     for name, values in modelled.items():
-        series.append(
-            _series(name, "modelled", sizes, values)
-            | {
-                "mode": "lines",
-                "line": {"color": colours[name], "dash": "dash"},
-            }
-        )
+        line = {"color": colours[name], "dash": "dash"}
+        series.append(_series(name, "modelled", sizes, values) | {"mode": "lines", "line": line})
     for name, values in measured.items():
         marker = {"color": colours[name], "size": 9, "symbol": _MARKS[names.index(name) % len(_MARKS)]}
         series.append(_series(name, "measured", sizes, values) | {"mode": "markers", "marker": marker})
     shown = [1000 * value for values in (*measured.values(), *modelled.values()) for value in values]
-    axis = {"type": "log", "gridcolor": GRID, "zeroline": False}
-    layout = plain_look() | {
+    axis = SCALED | {"type": "log"}
+    ticks = {"tickvals": [*sizes], "ticktext": [size(bytes_, 0) for bytes_ in sizes]}
+    looks = plain_look() | {
         "hovermode": "closest",
         "height": 380,
         "margin": {"l": 70, "r": 20, "t": 30, "b": 50},
-        "xaxis": (
-            axis
-            | {
-                "title": {"text": "message of one rank"},
-                "tickvals": [*sizes],
-                "ticktext": [size(bytes_, 0) for bytes_ in sizes],
-            }
-        ),
+        "xaxis": axis | ticks | {"title": {"text": "message of one rank"}},
         "yaxis": axis | {"title": {"text": "milliseconds"}, "tickvals": _ticks(min(shown), max(shown))},
         "legend": {"bgcolor": "rgba(0,0,0,0)"},
     }
-    return as_figure(series, layout)
+    return as_figure(series, looks)
 
 
 def _series(name: str, kind: str, sizes: Sequence[float], seconds: Sequence[float]) -> dict[str, Any]:
-    hover = {
-        "hovertemplate": f"%{{text}}: %{{y:.3~g}} ms<extra>{name}, {kind}</extra>",
-        "text": [size(bytes_, 0) for bytes_ in sizes],
-    }
     return {
         "type": "scatter",
         "name": f"{name}, {kind}",
         "x": [*sizes],
         "y": [1000 * value for value in seconds],
-    } | hover
+        "text": [size(bytes_, 0) for bytes_ in sizes],
+        "hovertemplate": f"%{{text}}: %{{y:.3~g}} ms<extra>{name}, {kind}</extra>",
+    }
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from labkit.analysis.theory.formulas import bucket_numbers
+from labkit.analysis.theory.formulas import bucket_numbers, theory
 from labkit.common.units import counted, size
 from labkit.course.pictures import canvas
-from labkit.course.pictures.canvas import Box, axis, bars, checked, lane_axis, model_words, wide_layout
-from labkit.figures.as_plotly import as_figure
+from labkit.course.pictures.canvas import (
+    Arrow,
+    Box,
+    axis,
+    bars,
+    checked,
+    lane_axis,
+    lane_name,
+    model_words,
+    side_by_side,
+    wide_layout,
+)
+from labkit.figures import colours
+from labkit.figures.as_plotly import as_figure, numbers
 from labkit.plan.spec import Spec
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-import random
 
-from labkit.analysis.theory.formulas import theory
-from labkit.course.pictures.canvas import Arrow, lane_name, side_by_side
-from labkit.figures import colours
-from labkit.figures.as_plotly import numbers
-
-__all__ = ["average", "buckets", "ddp_step", "divide", "dp_step", "shares", "wires"]
 
 # ---- gradient buckets that are all-reduced during backward
 

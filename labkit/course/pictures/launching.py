@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from labkit.analysis.theory.failures import PUBLISHED, best_interval, first_order_cost, goodput
 from labkit.common.arguments import check_choice
@@ -12,6 +12,7 @@ from labkit.course.pictures.canvas import (
     HIDDEN,
     Arrow,
     Box,
+    arrow,
     axis,
     bars,
     box,
@@ -36,6 +37,7 @@ __all__ = ["PUBLISHED", "best_interval", "first_order_cost", "goodput", "interva
 
 _MOST = 8  # processes that have room
 _ROW = 78  # px of a process
+_GREY = "rgba(128, 128, 128, 0.9)"  # of arrows
 
 
 @checked
@@ -59,9 +61,9 @@ def torchrun(ranks: int) -> go.Figure:
             note(4.12, rank + 0.14, numbers, 11, ink(rank), "left"),
             note(9.25, rank, f"device {rank}", 12),
         ]
-        arrows += [_arrow(2.9, middle, 4.0, rank), _arrow(7.5, rank, 8.5, rank)]
+        arrows += [arrow((2.9, middle), (4.0, rank), _GREY, 1.4), arrow((7.5, rank), (8.5, rank), _GREY, 1.4)]
         if rank:
-            arrows.append(_arrow(5.4, rank - 0.64, 5.4, rank - 0.36, both=True))
+            arrows.append(arrow((5.4, rank - 0.64), (5.4, rank - 0.36), _GREY, 1.4, both=True))
     if ranks > 1:
         words += [note(5.55, rank - 0.5, "gradients", 11, anchor="left") for rank in range(1, ranks)]
     looks = layout(f"torchrun starts one script as {counted(ranks, 'process', 'es')}", 44 + _ROW * ranks) | {
@@ -116,13 +118,6 @@ def restart(nodes: int = 1, per_node: int = 2) -> go.Figure:
     return side_by_side(title, subtitle, names, boxes, arrows, heads)
 
 
-def _arrow(x0: float, y0: float, x1: float, y1: float, both: bool = False) -> dict[str, Any]:
-    """An arrow from one point to another."""
-    ends = {"ax": x0, "ay": y0, "axref": "x", "ayref": "y", "x": x1, "y": y1, "text": "", "showarrow": True}
-    heads = {"arrowhead": 2, "arrowsize": 1, "arrowwidth": 1.4, "arrowcolor": "rgba(128, 128, 128, 0.9)"}
-    return ends | heads | ({"startarrowhead": 2, "arrowside": "end+start"} if both else {})
-
-
 # ---- failures: what a checkpoint interval costs on clusters, and a restart next to recovery within a step
 
 
@@ -146,11 +141,11 @@ def intervals(saving: float, restart: float, clusters: Sequence[int], rate: str 
         colour = {"color": colours.rank_colour(index)}
         named = f"{count:,} devices, a failure every {_time(between)}"
         line = {"type": "scatter", "mode": "lines", "x": _MINUTES, "y": values, "line": colour, "name": named}
+        line |= {"hovertemplate": "every %{x:.1f} min: %{y:.1f} %<extra></extra>"}
         peak = {"type": "scatter", "mode": "markers", "x": [best / 60], "showlegend": False}
         peak |= {"y": [100 * goodput(best, saving, restart, between)], "marker": colour | {"size": 10}}
-        words = f"best: every {_time(best)}, goodput %{{y:.1f}} %<extra></extra>"
-        traces += [line | {"hovertemplate": "every %{x:.1f} min: %{y:.1f} %<extra></extra>"}]
-        traces += [peak | {"hovertemplate": words}]
+        peak |= {"hovertemplate": f"best: every {_time(best)}, goodput %{{y:.1f}} %<extra></extra>"}
+        traces += [line, peak]
     subtitle = f"modelled (Daly 2006): {saving:g} s to save, {restart:g} s to restart, failures as of {observed.name}"
     looks = wide_layout("Goodput by checkpoint interval", subtitle, 440) | {
         "xaxis": axis("minutes between two checkpoints") | {"type": "log"},
@@ -196,11 +191,8 @@ def recovery(replicas: int) -> go.Figure:
             boxes += [Box(lane, 5.04, 7.5, "batch", "start")]
         sends = "heal: receives" if rank == victim else "heal: sends" if rank == 0 else "quorum"
         boxes += [Box(lane, 7.54, 8.5, "all_reduce", sends), Box(lane, 8.54, _END, "forward", "train")]
-    names = [
-        *(lane_name(rank) for rank in range(replicas)),
-        "",
-        *(lane_name(rank, "replica") for rank in range(replicas)),
-    ]
+    ranks = range(replicas)
+    names = [*map(lane_name, ranks), "", *(lane_name(rank, "replica") for rank in ranks)]
     title = f"A failure among {counted(replicas, 'replica')}"
     looks = wide_layout(title, "by rule, not to scale", 150 + 44 * len(names)) | {
         "annotations": [
@@ -208,10 +200,10 @@ def recovery(replicas: int) -> go.Figure:
             note(0, replicas + 0.2, "<b>recovery within a step</b>: one replica is missing", 13, anchor="left"),
             note(_SAVE, -0.42, "checkpoint ▾", 11),
         ],
-        "xaxis": {"visible": False, "range": [-0.1, _END + 0.05], "fixedrange": True},
+        "xaxis": HIDDEN | {"range": [-0.1, _END + 0.05]},
         "yaxis": lane_axis(names, -1.1),
         "shapes": [
-            {"type": "line", "x0": _SAVE, "x1": _SAVE, "y0": -0.3, "y1": replicas - 0.6, "line": {"dash": "dot"}},
+            {"type": "line", "x0": _SAVE, "x1": _SAVE, "y0": -0.3, "y1": replicas - 0.6, "line": {"dash": "dot"}}
         ],
         "showlegend": False,
     }

@@ -6,28 +6,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
-
-from labkit.course.pictures.canvas import checked
-from labkit.training.strategies.rules import ONE_PER_STAGE, V_SHAPED, holder
-
-if TYPE_CHECKING:
-    from labkit.plan.spec import Spec
 from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.metrics import USUAL
 from labkit.analysis.profiled import ahead, aligned, profiled_steps
-from labkit.course.pictures.canvas import SCALED, layout
+from labkit.course.pictures.canvas import SCALED, checked, layout
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure
 from labkit.record.events import Timeline
+from labkit.training.strategies.rules import ONE_PER_STAGE, V_SHAPED, holder
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from labkit.plan.spec import Spec
     from labkit.runs.handle import Run
-
-__all__ = ["activations", "bubbles", "gantt", "measured", "order", "planned", "simulate"]
 
 
 # ---- pipeline schedules whose stages go down the ranks and up again

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.theory.formulas import RECIPES
 from labkit.common.arguments import check_choice
-from labkit.course.pictures.canvas import checked
+from labkit.common.units import counted
+from labkit.course.pictures.canvas import HIDDEN, SCALED, arrow, box, checked, layout, level, note
 from labkit.figures.as_plotly import as_figure, plain_look
-from labkit.figures.colours import GRID, INK, OPERATIONS, OWNERS, PHASES
+from labkit.figures.colours import INK, OPERATIONS, OWNERS, PHASES, ink_on
 from labkit.prediction.scale.layouts import SHARDINGS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["ADAM", "STAGES", "bytes_by_ranks", "gather_compute_drop", "share", "states", "who_holds_what"]
 
 # ---- A step of FSDP
 
 
+_UNSCALED = {"showgrid": False, "zeroline": False}  # an axis of names
 TITLE = {"x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 8}, "font": {"size": 13}}
 
 
@@ -94,61 +95,23 @@ def gather_compute_drop(units: int = 6, ranks: int = 4, reshard: bool = True, pr
     most = 1 / ranks + max(gathered)
     curves = [_area("own shards", OWNERS["parameters"], times, [1 / ranks] * len(times))]
     curves.append(_area("gathered", OPERATIONS["all_gather"], times, gathered))
-    border = {
-        "type": "line",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "yref": "y2",
-        "y0": 1,
-        "y1": 1,
-        "line": {"color": INK, "dash": "dash"},
-    }
-    note = {
-        "text": "all parameters, as in DDP",
-        "xref": "paper",
-        "x": 1,
-        "xanchor": "right",
-        "yref": "y2",
-        "y": 1,
-        "yanchor": "bottom",
-    }
     lanes = ["all-gather", "compute", "reduce-scatter", *(f"unit {unit + 1}" for unit in range(units))]
-    plain = {"showgrid": False, "zeroline": False}
     title = f"An FSDP step on one of {ranks} ranks: at most {most:.0%} of the parameters in memory (modelled)"
+    time = f"time (per unit: all-gather {GATHER:g}, forward {FORWARD:g}, backward {BACKWARD:g})"
+    names = _UNSCALED | {"tickvals": [*range(len(lanes))], "ticktext": lanes, "range": [len(lanes) - 0.5, -0.5]}
+    memory = SCALED | {"title": {"text": "parameters in memory"}, "tickformat": ".0%"}
+    looks = plain_look(12) | {
+        "title": {"text": title, **TITLE},
+        "barmode": "overlay",
+        "height": 300 + 30 * (3 + units),
+        "xaxis": SCALED | {"title": {"text": time}, "range": [0, end], "anchor": "y2"},
+        "yaxis": names | {"domain": [0.38, 1]},
+        "yaxis2": memory | {"range": [0, max(1.25, 1.1 * most)], "domain": [0, 0.3]},
+        "legend": {"orientation": "h", "y": -0.17, "x": 0, "traceorder": "normal"},
+        "margin": {"l": 100, "r": 10, "t": 34, "b": 70},
+    }
     return as_figure(
-        _lanes(step, held, units, ranks, end) + curves,
-        plain_look(12)
-        | {
-            "title": {"text": title, **TITLE},
-            "barmode": "overlay",
-            "height": 300 + 30 * (3 + units),
-            "shapes": [border],
-            "annotations": [note | {"showarrow": False, "font": {"size": 11}}],
-            "xaxis": (
-                {
-                    "title": {
-                        "text": f"time (per unit: all-gather {GATHER:g}, forward {FORWARD:g}, backward {BACKWARD:g})"
-                    }
-                }
-                | {"range": [0, end], "anchor": "y2", "gridcolor": GRID, "zeroline": False}
-            ),
-            "yaxis": (
-                {
-                    "tickvals": [*range(len(lanes))],
-                    "ticktext": lanes,
-                    "range": [len(lanes) - 0.5, -0.5],
-                    "domain": [0.38, 1],
-                }
-                | plain
-            ),
-            "yaxis2": (
-                {"title": {"text": "parameters in memory"}, "tickformat": ".0%", "range": [0, max(1.25, 1.1 * most)]}
-                | {"domain": [0, 0.3], "gridcolor": GRID, "zeroline": False}
-            ),
-            "legend": {"orientation": "h", "y": -0.17, "x": 0, "traceorder": "normal"},
-            "margin": {"l": 100, "r": 10, "t": 34, "b": 70},
-        },
+        _lanes(step, held, units, ranks, end) + curves, looks | level(1, "all parameters, as in DDP", "y2")
     )
 
 
@@ -156,23 +119,22 @@ def _lanes(
     step: Sequence[Turn], held: Sequence[tuple[int, float, float]], units: int, ranks: int, end: float
 ) -> list[dict[str, Any]]:
     """The bars: communication, computation, and below them one lane per unit, which always contains its shard."""
-    data = [
-        _spans("all-gather", OPERATIONS["all_gather"], [(0, turn.unit, *turn.gather) for turn in step if turn.gather])
-    ]
-    for phase in ("forward", "backward"):
-        data.append(
-            _spans(phase, PHASES[phase], [(1, turn.unit, *turn.compute) for turn in step if turn.phase == phase])
-        )
-    scatters = [(2, turn.unit, *turn.scatter) for turn in step if turn.scatter]
-    data.append(_spans("reduce-scatter", OPERATIONS["reduce_scatter"], scatters))
-    quiet = {"showlegend": False, "textposition": "none"}
-    data.append(
-        _spans("gathered", OPERATIONS["all_gather"], [(3 + unit, unit, start, stop) for unit, start, stop in held])
-        | quiet
+    gathers = [(0, turn.unit, *turn.gather) for turn in step if turn.gather]
+    forwards, backwards = (
+        [(1, turn.unit, *turn.compute) for turn in step if turn.phase == phase] for phase in ("forward", "backward")
     )
+    scatters = [(2, turn.unit, *turn.scatter) for turn in step if turn.scatter]
+    gathered = [(3 + unit, unit, start, stop) for unit, start, stop in held]
     shards = [(3 + unit, unit, 0.0, end) for unit in range(units)]
-    data.append(_spans("own shard", OWNERS["parameters"], shards) | quiet | {"width": 0.8 / ranks})
-    return data
+    quiet = {"showlegend": False, "textposition": "none"}
+    return [
+        _spans("all-gather", OPERATIONS["all_gather"], gathers),
+        _spans("forward", PHASES["forward"], forwards),
+        _spans("backward", PHASES["backward"], backwards),
+        _spans("reduce-scatter", OPERATIONS["reduce_scatter"], scatters),
+        _spans("gathered", OPERATIONS["all_gather"], gathered) | quiet,
+        _spans("own shard", OWNERS["parameters"], shards) | quiet | {"width": 0.8 / ranks},
+    ]
 
 
 def _area(name: str, colour: str, times: Sequence[float], shares: Sequence[float]) -> dict[str, Any]:
@@ -212,11 +174,8 @@ def _spans(name: str, colour: str, spans: Sequence[tuple[int, int, float, float]
 
 
 STAGES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-
 ADAM = (4, 4, 8)  # bytes of a parameter, its gradient and its two moments, all in 32 bits
-
 _STATES = ("parameters", "gradients", "optimizer")
-
 _SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}  # the first stage that shards it
 
 
@@ -236,46 +195,29 @@ def who_holds_what(ranks: int = 4, held: Sequence[int] = ADAM) -> go.Figure:
     """
     line = {"color": INK, "width": 0.6}
     parts, full = _boxes(ranks, held)
-    data = [
-        {
-            "type": "bar",
-            **full,
-            "marker": {"color": "rgba(0,0,0,0)", "line": line},
-            "hoverinfo": "skip",
-            "showlegend": False,
-        }
-    ]
+    empty = {"marker": {"color": "rgba(0,0,0,0)", "line": line}, "hoverinfo": "skip", "showlegend": False}
+    data = [{"type": "bar", **full, **empty}]
     for owner, size in zip(_STATES, held):
-        words = {
-            "name": f"{_words(owner)} ({size} bytes per parameter)",
-            "textposition": "none",
-            "hovertemplate": "%{text}<extra></extra>",
-        }
-        data.append({"type": "bar", **parts[owner], **words, "marker": {"color": OWNERS[owner], "line": line}})
+        words = {"name": f"{_words(owner)} ({size} bytes per parameter)", "hovertemplate": "%{text}<extra></extra>"}
+        look = {"marker": {"color": OWNERS[owner], "line": line}, "textposition": "none"}
+        data.append({"type": "bar", **parts[owner], **words, **look})
     shown = range(0, ranks, max(1, -(-ranks // 16)))
-    return as_figure(
-        data,
-        plain_look(12)
-        | {
-            "title": {
-                "text": f"Model states on each of {ranks} rank{'s' * (ranks > 1)}, P parameters (by formula)",
-                **TITLE,
-            },
-            "barmode": "overlay",
-            "height": 420,
-            "xaxis": (
-                {"tickvals": [rank + 0.45 for rank in shown], "ticktext": [f"rank {rank}" for rank in shown]}
-                | {"range": [-0.06, ranks - 0.04], "showgrid": False, "zeroline": False}
-            ),
-            "yaxis": (
-                {"tickvals": [_foot(stage) + 0.5 for stage in range(len(STAGES))], "range": [-0.05, _foot(0) + 1.05]}
-                | {"ticktext": [f"<b>{name}</b><br>{_sum_of(held, stage, ranks)}" for stage, name in enumerate(STAGES)]}
-                | {"showgrid": False, "zeroline": False}
-            ),
-            "legend": {"orientation": "h", "y": -0.09, "x": 0},
-            "margin": {"l": 150, "r": 10, "t": 34, "b": 60},
-        },
-    )
+    columns = {"tickvals": [rank + 0.45 for rank in shown], "ticktext": [f"rank {rank}" for rank in shown]}
+    rows = {
+        "tickvals": [_foot(stage) + 0.5 for stage in range(len(STAGES))],
+        "ticktext": [f"<b>{name}</b><br>{_sum_of(held, stage, ranks)}" for stage, name in enumerate(STAGES)],
+    }
+    title = f"Model states on each of {counted(ranks, 'rank')}, P parameters (by formula)"
+    looks = plain_look(12) | {
+        "title": {"text": title, **TITLE},
+        "barmode": "overlay",
+        "height": 420,
+        "xaxis": _UNSCALED | columns | {"range": [-0.06, ranks - 0.04]},
+        "yaxis": _UNSCALED | rows | {"range": [-0.05, _foot(0) + 1.05]},
+        "legend": {"orientation": "h", "y": -0.09, "x": 0},
+        "margin": {"l": 150, "r": 10, "t": 34, "b": 60},
+    }
+    return as_figure(data, looks)
 
 
 def _foot(stage: int) -> float:
@@ -344,45 +286,22 @@ def bytes_by_ranks(
         }
         for owner, size in zip(_STATES, held)
     ]
-    shapes, notes = [], []
+    per_parameter = " + ".join(map(str, held))
+    title = f"Model states on one rank, {_count(parameters)} parameters × ({per_parameter}) bytes (by formula)"
+    grouped = {"type": "multicategory", "dividercolor": INK, "tickangle": 0, "showgrid": False}
+    looks = plain_look(12) | {
+        "title": {"text": title, **TITLE},
+        "barmode": "stack",
+        "bargap": 0.15,
+        "height": 380,
+        "xaxis": grouped | {"title": {"text": "number of ranks"}},
+        "yaxis": SCALED | {"title": {"text": f"{word} per rank"}},
+        "legend": {"orientation": "h", "y": 1.1, "x": 0, "traceorder": "normal"},
+        "margin": {"l": 60, "r": 10, "t": 60, "b": 64},
+    }
     if limit is not None:
-        line = {"color": INK, "width": 1.5, "dash": "dash"}
-        shapes.append(
-            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": limit / unit, "y1": limit / unit, "line": line}
-        )
-        note = {
-            "text": f"{limit / unit:.3g} {word} device memory",
-            "xref": "paper",
-            "x": 1,
-            "xanchor": "right",
-            "y": limit / unit,
-        }
-        notes.append(note | {"yanchor": "bottom", "showarrow": False})
-    title = (
-        f"Model states on one rank, {_count(parameters)} parameters × ({' + '.join(map(str, held))}) bytes (by formula)"
-    )
-    return as_figure(
-        data,
-        plain_look(12)
-        | {
-            "title": {"text": title, **TITLE},
-            "barmode": "stack",
-            "bargap": 0.15,
-            "height": 380,
-            "shapes": shapes,
-            "annotations": notes,
-            "xaxis": {
-                "title": {"text": "number of ranks"},
-                "type": "multicategory",
-                "showgrid": False,
-                "dividercolor": INK,
-                "tickangle": 0,
-            },
-            "yaxis": {"title": {"text": f"{word} per rank"}, "gridcolor": GRID, "zeroline": False},
-            "legend": {"orientation": "h", "y": 1.1, "x": 0, "traceorder": "normal"},
-            "margin": {"l": 60, "r": 10, "t": 60, "b": 64},
-        },
-    )
+        looks |= level(limit / unit, f"{limit / unit:.3g} {word} device memory", width=1.5)
+    return as_figure(data, looks)
 
 
 def _words(owner: str) -> str:
@@ -416,19 +335,64 @@ def states(parameters: float, devices: int, recipe: str = "mixed", memory: float
         for owner, share in shares.items()
     ]
     title = f"Model states per device, by formula: {parameters:,.0f} parameters, {devices} devices, {recipe}"
-    layout = plain_look(12) | {
+    looks = plain_look(12) | {
         "title": {"text": f"<b>{title}</b>", **TITLE},
         "height": 330,
         "margin": {"l": 50, "r": 10, "t": 40, "b": 30},
         "barmode": "stack",
         "legend": {"orientation": "h", "y": -0.18},
-        "yaxis": {"title": {"text": word}, "gridcolor": GRID, "zeroline": False},
+        "yaxis": SCALED | {"title": {"text": word}},
         "xaxis": {"type": "category"},
     }
     if memory:
-        line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": memory / unit, "y1": memory / unit}
-        layout["shapes"] = [line | {"line": {"color": INK, "width": 2, "dash": "dash"}}]
-        words = {"text": f"device memory: {memory / unit:,.0f} {word}", "showarrow": False, "font": {"size": 12}}
-        place = {"x": 1, "y": memory / unit, "xref": "paper", "xanchor": "right", "yanchor": "bottom"}
-        layout["annotations"] = [words | place]
-    return as_figure(data, layout)
+        looks |= level(memory / unit, f"device memory: {memory / unit:,.0f} {word}")
+    return as_figure(data, looks)
+
+
+# ---- precision: in which format the numbers of a step of FSDP2 are stored, sent and computed with
+
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}  # per number
+_COLOURS = {"fp32": "#6357CF", "bf16": "#E69F00", "fp16": "#CC79A7", "fp8": "#D55E00"}
+_ROWS = ("stored from step to step", "sent between ranks", "computed with")  # from the top down
+_WIDTH, _GAP, _UNIT, _STATION = 1.0, 0.5, 0.2, 1.15  # of a box, between boxes, height per byte, between rows
+
+
+@checked
+def flow(param: str = "bf16", reduce: str = "fp32", master: str = "fp32") -> go.Figure:
+    """The way of the numbers through one step of FSDP2 with a `MixedPrecisionPolicy`, by rule: the parameters are in
+    `master`, gathered and computed with in `param`, and their gradients reduced in `reduce`. A box is as high as one
+    number has bytes. Raises `ValueError` for a format that is not in `BYTES`."""
+    for name, value in (("param", param), ("reduce", reduce), ("master", master)):
+        check_choice(name, value, BYTES)
+    stations = (  # row, format, what it is
+        (0, master, "shard of<br>parameters"),
+        (1, param, "all-gather"),
+        (2, param, "forward and<br>activations"),
+        (2, "fp32", "sums of a<br>product, loss"),
+        (1, param, "all-gather<br>again"),
+        (2, param, "backward and<br>gradients"),
+        (1, reduce, "reduce-<br>scatter"),
+        (0, master, "shard of<br>gradients"),
+        (0, master, "moments,<br>update"),
+    )
+    shapes, notes, middles = [], [], []
+    for number, (row, kind, words) in enumerate(stations):
+        left, height = number * (_WIDTH + _GAP), _UNIT * BYTES[kind]
+        middle = -row * _STATION
+        shapes.append(box(left, middle - height / 2, _WIDTH, height, _COLOURS[kind]))
+        notes.append(note(left + _WIDTH / 2, middle, f"<b>{kind}</b>", 12, ink_on(_COLOURS[kind])))
+        notes.append(note(left + _WIDTH / 2, middle - height / 2 - 0.04, words, 11) | {"yanchor": "top"})
+        middles.append((left, middle))
+    for (left, middle), (following, next_middle) in pairwise(middles):
+        notes.append(arrow((left + _WIDTH, middle), (following, next_middle), INK, 1.5))
+    for row, words in enumerate(_ROWS):
+        notes.append(note(-0.25, -row * _STATION, words.replace(" ", "<br>", 1), 12, anchor="right"))
+    title = f"One step of FSDP2, param_dtype={param}, reduce_dtype={reduce}; height: bytes per number"
+    looks = layout(title, 400) | {
+        "shapes": shapes,
+        "annotations": notes,
+        "xaxis": HIDDEN | {"range": [-2.0, len(stations) * (_WIDTH + _GAP) - _GAP + 0.2]},
+        "yaxis": HIDDEN | {"range": [-2 * _STATION - 0.85, 0.6]},
+    }
+    return as_figure([], looks)

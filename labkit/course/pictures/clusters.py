@@ -1,26 +1,20 @@
-"""Pictures of the links between accelerators, within a node and between nodes.
-
-The first ones are modelled, from the table of machines (`prediction/devices.py`): what links carry, the bus bandwidth
-of collectives on them, and from which batch on they are not the bottleneck. Then nodes with NVSwitch, network adapters
-(NICs) and rails, on which messages are counted, not timed.
-"""
+"""Pictures of devices and what connects them: the roofline of a device, meshes, links, nodes and rails."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise, product
+from itertools import pairwise, permutations, product
 from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.theory import collectives as plans
 from labkit.analysis.theory.collectives import bus_factor
-from labkit.common.arguments import check_choice
+from labkit.common.arguments import Number, check_choice
 from labkit.common.units import counted, size
-from labkit.course.pictures.canvas import HIDDEN, box, checked, ink, layout, note, wide_layout
-from labkit.course.pictures.mesh import groups
+from labkit.course.pictures.canvas import HIDDEN, SCALED, box, checked, ink, layout, note, wide_layout
 from labkit.figures import colours, rank_colour
-from labkit.figures.as_plotly import as_figure
+from labkit.figures.as_plotly import as_figure, plain_look
 from labkit.figures.colours import GRID, INK
 from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE, DEVICES
 from labkit.prediction.links import ALGORITHMS, Balance, Modelled
@@ -28,6 +22,248 @@ from labkit.prediction.links import known as operation_known
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+
+    from labkit.runs.handle import Run
+
+
+_RATE = Number(float, 1.0, 1e18)  # FLOP/s, bytes per second
+_INTENSITY = Number(float, 1e-9, 1e9)  # FLOP per byte
+_WIDER = 2.0  # the axis beyond the outermost points
+
+
+@checked
+def ceiling(points: Mapping[str, Sequence[float]], peak: float, bandwidth: float) -> go.Figure:
+    """The roof min(`peak`, `bandwidth` × intensity), in FLOP/s and bytes per second, on logarithmic axes; and measured
+    `points` by name: FLOP per byte, FLOP/s."""
+    _RATE.check("peak", peak)
+    _RATE.check("bandwidth", bandwidth)
+    for name, point in points.items():
+        if len(point) != 2:
+            raise ValueError(f"points must be pairs of FLOP per byte and FLOP/s, got {len(point)} numbers for {name}")
+        _INTENSITY.check(f"FLOP per byte of {name}", point[0])
+        _RATE.check(f"FLOP/s of {name}", point[1])
+    ridge = peak / bandwidth
+    every = [ridge, *(intensity for intensity, _ in points.values())]
+    x = [min(every) / _WIDER, ridge, max(every) * _WIDER]
+    roof = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": f"roof: bends at {ridge:.3g} FLOP per byte",
+        "x": x,
+        "y": [min(peak, bandwidth * value) for value in x],
+        "line": {"color": INK, "dash": "dash"},
+        "hoverinfo": "skip",
+    }
+    marks = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": name,
+            "x": [intensity],
+            "y": [reached],
+            "marker": {"color": rank_colour(number), "size": 10},
+            "hovertemplate": f"%{{x:.3~g}} FLOP per byte: %{{y:.3~s}}FLOP/s<extra>{name}</extra>",
+        }
+        for number, (name, (intensity, reached)) in enumerate(points.items())
+    ]
+    axis = {"type": "log", "gridcolor": GRID, "zeroline": False, "exponentformat": "SI"}
+    layout = plain_look() | {
+        "hovermode": "closest",
+        "height": 360,
+        "margin": {"l": 70, "r": 20, "t": 20, "b": 50},
+        "xaxis": axis | {"title": {"text": "arithmetic intensity, FLOP per byte"}},
+        "yaxis": axis | {"title": {"text": "FLOP/s"}},
+        "legend": {"bgcolor": "rgba(0,0,0,0)"},
+    }
+    return as_figure([roof, *marks], layout)
+
+
+# ---- meshes: the groups of ranks along each axis, the traffic of an axis, and the interconnect that it uses
+
+
+_AXES = {
+    "pp": "#CC6677",
+    "dp": "#88CCEE",
+    "fsdp": "#88CCEE",
+    "shard": "#88CCEE",
+    "replicate": "#DDCC77",
+    "tp": "#44AA99",
+}
+_SHARES = {
+    "all_reduce": 2,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "broadcast": 1,
+}  # traffic in a ring, in units of (n−1)/n of the payload
+
+
+@checked
+def groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
+    """The groups of ranks along an axis of a mesh, in row-major order as in `init_device_mesh`: neighbours differ in
+    the last axis.
+
+    >>> groups({"dp": 2, "tp": 2}, "dp")
+    [[0, 2], [1, 3]]
+    """
+    names = list(axes)
+    if axis not in names:
+        raise ValueError(f"axis must be one of {', '.join(names)}, got {axis!r}")
+    stride = math.prod(axes[name] for name in names[names.index(axis) + 1 :])
+    firsts = [rank for rank in range(math.prod(axes.values())) if rank // stride % axes[axis] == 0]
+    return [[first + step * stride for step in range(axes[axis])] for first in firsts]
+
+
+@checked
+def grid(axes: Mapping[str, int], per_node: int | None = None) -> go.Figure:
+    """The ranks of a mesh, once per axis: ranks with the same colour and letter form a group. A row is a node of
+    `per_node` ranks.
+
+    Without `per_node`, a row is one coordinate on the first axis.
+    """
+    ranks = math.prod(axes.values())
+    wide = per_node or ranks // next(iter(axes.values()))
+    if ranks % wide:
+        raise ValueError(f"per_node must be a divisor of the {ranks} ranks of the mesh, got {wide}")
+    shapes, notes = [], []
+    for panel, axis in enumerate(axes):
+        left = panel * (wide + 1.4)
+        groups_of_axis = groups(axes, axis)
+        notes.append(
+            note(
+                left, -0.75, f"<b>{axis}</b>: {_summary(groups_of_axis, wide if per_node else None)}", 12, anchor="left"
+            )
+        )
+        for number, group in enumerate(groups_of_axis):
+            colour = colours.rank_colour(number)
+            for rank in group:
+                x, y = left + rank % wide, rank // wide
+                shapes.append(box(x, y, 0.92, 0.88, colour))
+                words = f"<b>{rank}</b> {_letter(number)}"
+                notes.append(note(x + 0.46, y + 0.44, words, 11, ink(number)))
+    rows = ranks // wide
+    if per_node:
+        notes += [note(-0.15, row + 0.44, f"node {row}", 11, anchor="right") for row in range(rows)]
+    title = (
+        f"<b>{' × '.join(f'{axis} {size}' for axis, size in axes.items())}</b>  number: rank; letter: group along the"
+        " axis"
+    )
+    right = max(12, len(axes) * (wide + 1.4))
+    axes_of = {
+        "xaxis": HIDDEN | {"range": [-1.2 if per_node else -0.2, right]},
+        "yaxis": HIDDEN | {"range": [rows + 0.1, -1.2]},
+    }
+    return as_figure(
+        [],
+        layout(title, 50 + 38 * (rows + 1.3)) | axes_of | {"shapes": shapes, "annotations": notes, "showlegend": False},
+    )
+
+
+@checked
+def modelled(
+    axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, inside: float, between: float
+) -> dict[tuple[str, ...], dict[str, tuple[float, bool]]]:
+    """For each order of the axes, outermost first: the communication seconds per step of each axis, and whether it
+    spans nodes.
+
+    `sent` is in bytes per rank and step; `inside` and `between` are the bandwidths per rank, in bytes per second,
+    within a node of `per_node` ranks and between nodes. An axis uses the slower interconnect if any of its groups spans
+    two nodes. Nothing overlaps.
+    """
+    seconds = {}
+    for names in permutations(axes):
+        mesh = {name: axes[name] for name in names}
+        seconds[names] = {}
+        for axis in names:
+            leaves = any(len({rank // per_node for rank in group}) > 1 for group in groups(mesh, axis))
+            seconds[names][axis] = sent[axis] / (between if leaves else inside), leaves
+    return seconds
+
+
+@checked
+def wires(
+    axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, inside: float, between: float
+) -> go.Figure:
+    """The result of `modelled`, with one bar per order of the axes, the fastest on top; traffic between nodes is
+    hatched."""
+    times = modelled(axes, sent, per_node, inside, between)
+    best = sorted(times, key=lambda names: sum(seconds for seconds, _ in times[names].values()))
+    lanes = [" × ".join(names) for names in best]
+    traces = []
+    for axis in axes:
+        leaves = [times[names][axis][1] for names in best]
+        where = ["between nodes" if is_between else "within a node" for is_between in leaves]
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": axis,
+                "y": lanes,
+                "x": [float(f"{1000 * times[names][axis][0]:.5g}") for names in best],
+                "customdata": where,
+                "marker": {
+                    "color": _AXES.get(axis, colours.OTHER_OPERATION),
+                    "pattern": {
+                        "shape": ["/" if is_between else "" for is_between in leaves],
+                        "fillmode": "overlay",
+                        "fgcolor": "#000000",
+                        "size": 7,
+                    },
+                },
+                "hovertemplate": f"{axis}: %{{x:.3s}} ms, %{{customdata}}<extra>%{{y}}</extra>",
+            }
+        )
+    title = "<b>Communication per step</b>  modelled: bytes over bandwidth, no overlap · hatched: between nodes"
+    order = {"type": "category", "categoryarray": lanes, "range": [len(lanes) - 0.5, -0.5], "automargin": True}
+    return as_figure(
+        traces,
+        layout(title, 110 + 34 * len(lanes))
+        | {
+            "barmode": "stack",
+            "xaxis": SCALED | {"title": {"text": "ms", "standoff": 4}, "rangemode": "tozero"},
+            "yaxis": order,
+        }
+        | {"margin": {"l": 112, "r": 60, "t": 34, "b": 44}, "legend": {"x": 1.01, "y": 1, "title": {"text": "axis"}}},
+    )
+
+
+@checked
+def by_axis(run: Run, axes: Mapping[str, int]) -> dict[str, float]:
+    """Bytes that rank 0 sent along each axis in the latest profiled step, counted as in a ring.
+
+    Messages between pipeline stages count for the axis pp. Traffic to all ranks, or to a group along no axis, is
+    `other`. Raises `ValueError` if the run has no profiled step.
+    """
+    timeline = run.state.ranks[0].timeline if 0 in run.state.ranks else None
+    if timeline is None:
+        raise ValueError(f"run {run.name} has no profiled step yet; wait for it with .wait()")
+    along = {tuple(group): axis for axis in axes for group in groups(axes, axis)}
+    sent = dict.fromkeys(axes, 0.0)
+    for call in timeline.comm:
+        if call.op == "send":
+            axis, bytes_ = "pp", call.bytes or 0
+        else:
+            ranks = call.ranks or []
+            axis, size = along.get(tuple(ranks), "other"), len(ranks) or run.state.world_size
+            bytes_ = _SHARES.get(call.op, 0) * (size - 1) / size * (call.bytes or 0)
+        if bytes_:
+            sent[axis] = sent.get(axis, 0.0) + bytes_
+    return sent
+
+
+def _summary(members: list[list[int]], per_node: int | None) -> str:
+    if per_node is None:
+        return " · ".join(" ".join(map(str, group)) for group in members[:4]) + (" …" if len(members) > 4 else "")
+    leaves = any(len({rank // per_node for rank in group}) > 1 for group in members)
+    return f"{len(members)} groups, {'between nodes' if leaves else 'within a node'}"
+
+
+def _letter(number: int) -> str:
+    return chr(ord("a") + number % 26)
+
+
+# ---- links, modelled from the table of machines (`prediction/devices.py`): what they carry, the bus bandwidth of collectives
+# on them, and from which batch on they are not the bottleneck
+
 
 SIZES = tuple(4**power for power in range(5, 17))  # bytes: 1 KiB to 4 GiB
 TOKENS = tuple(2**power for power in range(7, 17))  # per device: 128 to 65,536
