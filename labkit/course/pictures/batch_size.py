@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.theory.batch_size import fitted, noise_scale, steps
-from labkit.course.pictures.canvas import axis, checked, wide_layout
+from labkit.course.pictures.canvas import axis, checked, level, wide_layout
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure
 
@@ -58,17 +58,10 @@ def noise(small: Sequence[float], large: Sequence[float], batch: int, ranks: int
     shown = [(step, value) for step, value in enumerate(values, 1) if 0 < value < math.inf]
     trace = _line([step for step, _ in shown], [value for _, value in shown], "noise scale", colours.rank_colour(0))
     total = ranks * batch
-    looks = _looks(
-        "Noise scale while the model trains", f"measured on {ranks} ranks with {batch} samples per step, smoothed"
-    )
-    looks["shapes"] = [
-        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": total, "y1": total}
-        | {"line": {"color": colours.INK, "dash": "dash"}}
-    ]
-    looks["annotations"] = [
-        {"xref": "paper", "x": 1, "y": math.log10(total), "text": "the batch of all ranks", "showarrow": False}
-        | {"xanchor": "right", "yanchor": "bottom"}
-    ]
+    subtitle = f"measured on {ranks} ranks with {batch} samples per step, smoothed"
+    looks = _looks("Noise scale while the model trains", subtitle)
+    looks |= level(total, "the batch of all ranks")
+    looks["annotations"][0]["y"] = math.log10(total)  # other than those of shapes, their places are logarithms
     looks |= {"xaxis": axis("step"), "yaxis": _logarithmic("noise scale, samples"), "showlegend": False}
     return as_figure([trace], looks)
 
@@ -98,9 +91,8 @@ def hyperbola(pairs: Sequence[Sequence[float]]) -> go.Figure:
         dots,
         meeting,
     ]
-    looks = _looks(
-        "Steps and samples to the same loss", "dots measured, labelled with their batch; line fitted to them"
-    )
+    subtitle = "dots measured, labelled with their batch; line fitted to them"
+    looks = _looks("Steps and samples to the same loss", subtitle)
     looks["margin"]["t"] = 128  # the legend may need two lines
     return as_figure(traces, looks | {"xaxis": _logarithmic("samples E"), "yaxis": _logarithmic("steps S")})
 
@@ -114,15 +106,14 @@ def seconds(pairs: Sequence[Sequence[float]], batch: int, compute: float, transf
     if compute <= 0:
         raise ValueError(f"compute must be more than 0 seconds, got {compute:g}")
     ranks = [2**power for power in range(11)]
-    times = [
-        steps(count * batch, *least) * (compute + transfer * 2 * (count - 1) / count) / (steps(batch, *least) * compute)
-        for count in ranks
-    ]
+    alone = steps(batch, *least) * compute
+    times = [steps(count * batch, *least) * (compute + transfer * 2 * (count - 1) / count) / alone for count in ranks]
+    costs = [count * time for count, time in zip(ranks, times)]
+    dotted = {"mode": "lines+markers"}
     traces = [
         _line(ranks, [1 / count for count in ranks], "ideal time", colours.INK, "dot"),
-        _line(ranks, times, "time", colours.rank_colour(0)) | {"mode": "lines+markers"},
-        _line(ranks, [count * time for count, time in zip(ranks, times)], "cost: ranks × time", colours.rank_colour(1))
-        | {"mode": "lines+markers"},
+        _line(ranks, times, "time", colours.rank_colour(0)) | dotted,
+        _line(ranks, costs, "cost: ranks × time", colours.rank_colour(1)) | dotted,
     ]
     subtitle = (
         f"modelled from measured steps: {batch} samples and {compute:g} s per rank, {transfer:g} s for all gradients"

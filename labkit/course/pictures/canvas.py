@@ -185,7 +185,7 @@ def ink(owner: int | None) -> str | None:
     return None if owner is None else "#FFFFFF" if owner % len(colours.RANKS) in _DARK else "#000000"
 
 
-# ---- pictures that move; one is complete before it is played, and after: so it is printed, and shown without JavaScript
+# ---- pictures that move; complete before they are played, and after: so they are printed, and shown without JavaScript
 
 
 _CONTROLS = 58  # px below the picture

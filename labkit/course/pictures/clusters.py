@@ -12,7 +12,7 @@ from labkit.analysis.theory import collectives as plans
 from labkit.analysis.theory.collectives import bus_factor
 from labkit.common.arguments import Number, check_choice
 from labkit.common.units import counted, size
-from labkit.course.pictures.canvas import HIDDEN, SCALED, box, checked, ink, layout, note, wide_layout
+from labkit.course.pictures.canvas import HIDDEN, SCALED, box, checked, ink, layout, level, note, wide_layout
 from labkit.figures import colours, rank_colour
 from labkit.figures.as_plotly import as_figure, plain_look
 from labkit.figures.colours import GRID, INK
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from labkit.runs.handle import Run
+
+# ---- the roofline of a device: the FLOP/s that it can reach at most, by arithmetic intensity (Williams et al. 2009)
 
 
 _RATE = Number(float, 1.0, 1e18)  # FLOP/s, bytes per second
@@ -54,20 +56,13 @@ def ceiling(points: Mapping[str, Sequence[float]], peak: float, bandwidth: float
         "line": {"color": INK, "dash": "dash"},
         "hoverinfo": "skip",
     }
-    marks = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": name,
-            "x": [intensity],
-            "y": [reached],
-            "marker": {"color": rank_colour(number), "size": 10},
-            "hovertemplate": f"%{{x:.3~g}} FLOP per byte: %{{y:.3~s}}FLOP/s<extra>{name}</extra>",
-        }
-        for number, (name, (intensity, reached)) in enumerate(points.items())
-    ]
-    axis = {"type": "log", "gridcolor": GRID, "zeroline": False, "exponentformat": "SI"}
-    layout = plain_look() | {
+    marks = []
+    for number, (name, (intensity, reached)) in enumerate(points.items()):
+        mark = {"type": "scatter", "mode": "markers", "name": name, "x": [intensity], "y": [reached]}
+        mark |= {"hovertemplate": f"%{{x:.3~g}} FLOP per byte: %{{y:.3~s}}FLOP/s<extra>{name}</extra>"}
+        marks.append(mark | {"marker": {"color": rank_colour(number), "size": 10}})
+    axis = SCALED | {"type": "log", "exponentformat": "SI"}
+    looks = plain_look() | {
         "hovermode": "closest",
         "height": 360,
         "margin": {"l": 70, "r": 20, "t": 20, "b": 50},
@@ -75,7 +70,7 @@ def ceiling(points: Mapping[str, Sequence[float]], peak: float, bandwidth: float
         "yaxis": axis | {"title": {"text": "FLOP/s"}},
         "legend": {"bgcolor": "rgba(0,0,0,0)"},
     }
-    return as_figure([roof, *marks], layout)
+    return as_figure([roof, *marks], looks)
 
 
 # ---- meshes: the groups of ranks along each axis, the traffic of an axis, and the interconnect that it uses
@@ -89,12 +84,8 @@ _AXES = {
     "replicate": "#DDCC77",
     "tp": "#44AA99",
 }
-_SHARES = {
-    "all_reduce": 2,
-    "all_gather": 1,
-    "reduce_scatter": 1,
-    "broadcast": 1,
-}  # traffic in a ring, in units of (n−1)/n of the payload
+# traffic in a ring, in units of (n−1)/n of the payload
+_SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
 
 
 @checked
@@ -128,11 +119,8 @@ def grid(axes: Mapping[str, int], per_node: int | None = None) -> go.Figure:
     for panel, axis in enumerate(axes):
         left = panel * (wide + 1.4)
         groups_of_axis = groups(axes, axis)
-        notes.append(
-            note(
-                left, -0.75, f"<b>{axis}</b>: {_summary(groups_of_axis, wide if per_node else None)}", 12, anchor="left"
-            )
-        )
+        summary = _summary(groups_of_axis, wide if per_node else None)
+        notes.append(note(left, -0.75, f"<b>{axis}</b>: {summary}", 12, anchor="left"))
         for number, group in enumerate(groups_of_axis):
             colour = colours.rank_colour(number)
             for rank in group:
@@ -143,19 +131,20 @@ def grid(axes: Mapping[str, int], per_node: int | None = None) -> go.Figure:
     rows = ranks // wide
     if per_node:
         notes += [note(-0.15, row + 0.44, f"node {row}", 11, anchor="right") for row in range(rows)]
-    title = (
-        f"<b>{' × '.join(f'{axis} {size}' for axis, size in axes.items())}</b>  number: rank; letter: group along the"
-        " axis"
-    )
-    right = max(12, len(axes) * (wide + 1.4))
-    axes_of = {
-        "xaxis": HIDDEN | {"range": [-1.2 if per_node else -0.2, right]},
+    title = f"<b>{_sizes(axes)}</b>  number: rank; letter: group along the axis"
+    looks = layout(title, 50 + 38 * (rows + 1.3)) | {
+        "shapes": shapes,
+        "annotations": notes,
+        "xaxis": HIDDEN | {"range": [-1.2 if per_node else -0.2, max(12, len(axes) * (wide + 1.4))]},
         "yaxis": HIDDEN | {"range": [rows + 0.1, -1.2]},
+        "showlegend": False,
     }
-    return as_figure(
-        [],
-        layout(title, 50 + 38 * (rows + 1.3)) | axes_of | {"shapes": shapes, "annotations": notes, "showlegend": False},
-    )
+    return as_figure([], looks)
+
+
+def _sizes(axes: Mapping[str, int]) -> str:
+    """`dp 2 × tp 4`."""
+    return " × ".join(f"{axis} {size}" for axis, size in axes.items())
 
 
 @checked
@@ -191,7 +180,8 @@ def wires(
     traces = []
     for axis in axes:
         leaves = [times[names][axis][1] for names in best]
-        where = ["between nodes" if is_between else "within a node" for is_between in leaves]
+        hatched = ["/" if is_between else "" for is_between in leaves]
+        pattern = {"shape": hatched, "fillmode": "overlay", "fgcolor": "#000000", "size": 7}
         traces.append(
             {
                 "type": "bar",
@@ -199,31 +189,20 @@ def wires(
                 "name": axis,
                 "y": lanes,
                 "x": [float(f"{1000 * times[names][axis][0]:.5g}") for names in best],
-                "customdata": where,
-                "marker": {
-                    "color": _AXES.get(axis, colours.OTHER_OPERATION),
-                    "pattern": {
-                        "shape": ["/" if is_between else "" for is_between in leaves],
-                        "fillmode": "overlay",
-                        "fgcolor": "#000000",
-                        "size": 7,
-                    },
-                },
+                "customdata": ["between nodes" if is_between else "within a node" for is_between in leaves],
+                "marker": {"color": _AXES.get(axis, colours.OTHER_OPERATION), "pattern": pattern},
                 "hovertemplate": f"{axis}: %{{x:.3s}} ms, %{{customdata}}<extra>%{{y}}</extra>",
             }
         )
     title = "<b>Communication per step</b>  modelled: bytes over bandwidth, no overlap · hatched: between nodes"
-    order = {"type": "category", "categoryarray": lanes, "range": [len(lanes) - 0.5, -0.5], "automargin": True}
-    return as_figure(
-        traces,
-        layout(title, 110 + 34 * len(lanes))
-        | {
-            "barmode": "stack",
-            "xaxis": SCALED | {"title": {"text": "ms", "standoff": 4}, "rangemode": "tozero"},
-            "yaxis": order,
-        }
-        | {"margin": {"l": 112, "r": 60, "t": 34, "b": 44}, "legend": {"x": 1.01, "y": 1, "title": {"text": "axis"}}},
-    )
+    looks = layout(title, 110 + 34 * len(lanes)) | {
+        "barmode": "stack",
+        "xaxis": SCALED | {"title": {"text": "ms", "standoff": 4}, "rangemode": "tozero"},
+        "yaxis": {"type": "category", "categoryarray": lanes, "range": [len(lanes) - 0.5, -0.5], "automargin": True},
+        "margin": {"l": 112, "r": 60, "t": 34, "b": 44},
+        "legend": {"x": 1.01, "y": 1, "title": {"text": "axis"}},
+    }
+    return as_figure(traces, looks)
 
 
 @checked
@@ -261,8 +240,8 @@ def _letter(number: int) -> str:
     return chr(ord("a") + number % 26)
 
 
-# ---- links, modelled from the table of machines (`prediction/devices.py`): what they carry, the bus bandwidth of collectives
-# on them, and from which batch on they are not the bottleneck
+# ---- links, modelled from the table of machines (`prediction/devices.py`): what they carry, the bus bandwidth of
+# collectives on them, and from which batch on they are not the bottleneck
 
 
 SIZES = tuple(4**power for power in range(5, 17))  # bytes: 1 KiB to 4 GiB
@@ -276,28 +255,17 @@ def bandwidths() -> go.Figure:
     links = {link.name: link for name in ACCELERATED for link in (DEVICES[name].inside, DEVICES[name].between) if link}
     shown = sorted(links.values(), key=lambda link: link.simple.bandwidth)
     rates = [link.simple.bandwidth / _GB for link in shown]
-    bars = {
-        "type": "bar",
-        "orientation": "h",
-        "x": rates,
-        "y": [link.name for link in shown],
-        "marker": {"color": INK, "opacity": 0.6},
-        "text": [f"{rate:.3g}" for rate in rates],
-        "textposition": "outside",
-        "cliponaxis": False,
-        "customdata": [link.source for link in shown],
-        "hovertemplate": "%{x:.3g} GB/s: %{customdata}<extra>%{y}</extra>",
+    bars = {"type": "bar", "orientation": "h", "x": rates, "y": [link.name for link in shown]}
+    bars |= {"text": [f"{rate:.3g}" for rate in rates], "textposition": "outside", "cliponaxis": False}
+    bars |= {"customdata": [link.source for link in shown], "marker": {"color": INK, "opacity": 0.6}}
+    bars |= {"hovertemplate": "%{x:.3g} GB/s: %{customdata}<extra>%{y}</extra>"}
+    subtitle = "modelled: GB/s per accelerator and direction; the figures of NCCL's own model"
+    looks = wide_layout("Links", subtitle, 100 + 36 * len(shown)) | {
+        "xaxis": {"type": "log", "title": {"text": "GB/s"}, "gridcolor": GRID, "range": [0.5, 3]},
+        "yaxis": {"automargin": True},
+        "margin": {"l": 110, "r": 40, "t": 56, "b": 44},
     }
-    note = "modelled: GB/s per accelerator and direction; the figures of NCCL's own model"
-    return as_figure(
-        [bars],
-        wide_layout("Links", note, 100 + 36 * len(shown))
-        | {
-            "xaxis": {"type": "log", "title": {"text": "GB/s"}, "gridcolor": GRID, "range": [0.5, 3]},
-            "yaxis": {"automargin": True},
-            "margin": {"l": 110, "r": 40, "t": 56, "b": 44},
-        },
-    )
+    return as_figure([bars], looks)
 
 
 @checked
@@ -326,22 +294,14 @@ def bus(operation: str = "all_reduce", machine: str = DEFAULT_MACHINE, devices: 
         }
         for number, name in enumerate(ALGORITHMS[operation])
     ]
-    note = f"modelled: {counted(devices, 'device')} on {counted(nodes, 'node')}; {row.title}"
-    return as_figure(
-        lines,
-        wide_layout(f"Bus bandwidth of {operation}", note, 340)
-        | {
-            "xaxis": {
-                "type": "log",
-                "title": {"text": "message of one rank"},
-                "tickvals": [*SIZES[::2]],
-                "ticktext": [size(count, 0) for count in SIZES[::2]],
-                "gridcolor": GRID,
-            },
-            "yaxis": {"title": {"text": "GB/s"}, "rangemode": "tozero", "gridcolor": GRID},
-            "margin": {"l": 60, "r": 20, "t": 56, "b": 44},
-        },
-    )
+    subtitle = f"modelled: {counted(devices, 'device')} on {counted(nodes, 'node')}; {row.title}"
+    ticks = {"tickvals": [*SIZES[::2]], "ticktext": [size(count, 0) for count in SIZES[::2]]}
+    looks = wide_layout(f"Bus bandwidth of {operation}", subtitle, 340) | {
+        "xaxis": ticks | {"type": "log", "title": {"text": "message of one rank"}, "gridcolor": GRID},
+        "yaxis": {"title": {"text": "GB/s"}, "rangemode": "tozero", "gridcolor": GRID},
+        "margin": {"l": 60, "r": 20, "t": 56, "b": 44},
+    }
+    return as_figure(lines, looks)
 
 
 @checked
@@ -365,27 +325,15 @@ def thresholds(
         }
         for number, (name, ratio) in enumerate(balance.ratios().items())
     ]
-    note = f"modelled: MLP of {width:,} × {inner:,}, experts of {expert:,}; {devices} devices; {DEVICES[machine].title}"
-    scale = {"type": "log", "gridcolor": GRID, "zeroline": False}
-    border = {
-        "type": "line",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "y0": 1,
-        "y1": 1,
-        "line": {"color": INK, "dash": "dash"},
+    model = f"MLP of {width:,} × {inner:,}, experts of {expert:,}"
+    subtitle = f"modelled: {model}; {devices} devices; {DEVICES[machine].title}"
+    scale = SCALED | {"type": "log"}
+    looks = wide_layout("Communication per computation", subtitle, 400) | {
+        "xaxis": scale | {"title": {"text": "tokens per device"}, "tickvals": [*TOKENS[::3]]},
+        "yaxis": scale | {"title": {"text": "seconds per second"}},
+        "margin": {"l": 70, "r": 20, "t": 56, "b": 44},
     }
-    return as_figure(
-        lines,
-        wide_layout("Communication per computation", note, 400)
-        | {
-            "xaxis": scale | {"title": {"text": "tokens per device"}, "tickvals": [*TOKENS[::3]]},
-            "yaxis": scale | {"title": {"text": "seconds per second"}},
-            "shapes": [border],
-            "margin": {"l": 70, "r": 20, "t": 56, "b": 44},
-        },
-    )
+    return as_figure(lines, looks | level(1))
 
 
 def _from(tokens: int | None) -> str:
@@ -431,8 +379,8 @@ def rails(axes: Mapping[str, int], axis: str, per_node: int = 8) -> go.Figure:
     pairs = [(source, target) for source, target in pairs if source != target]
     panel = _Panel(ranks // per_node, per_node)
     panel.draw(pairs)
-    mesh = " × ".join(f"{name} {size}" for name, size in axes.items())
-    title = f"<b>{mesh} on {counted(ranks // per_node, 'node')}: rings along {axis}</b>  messages per round: "
+    nodes = counted(ranks // per_node, "node")
+    title = f"<b>{_sizes(axes)} on {nodes}: rings along {axis}</b>  messages per round: "
     return panel.figure(title + _counted(pairs, per_node), -0.5 if panel.nodes > 1 else _HEIGHTS["gpu"] - 0.5)
 
 
@@ -440,9 +388,7 @@ def rails(axes: Mapping[str, int], axis: str, per_node: int = 8) -> go.Figure:
 def two_level(nodes: int = 2, per_node: int = 4) -> go.Figure:
     """The three phases of an all-reduce within nodes, between them, and within them again: the links that each phase
     uses, and what a rank sends in it, by the messages of the plan. At most 4 nodes of up to 8 ranks, 16 in total."""
-    if nodes < 2 or per_node < 2:
-        raise ValueError(f"two levels need at least 2 nodes of 2 ranks, got {nodes} of {per_node}")
-    _check(nodes * per_node, per_node)
+    _check_levels(nodes, per_node)
     if nodes * per_node > _MOST_RANKS:
         raise ValueError(f"nodes × per_node must be at most {_MOST_RANKS} ranks, got {nodes} × {per_node}")
     plan = plans.two_level(nodes, per_node)
@@ -472,30 +418,17 @@ def two_level(nodes: int = 2, per_node: int = 4) -> go.Figure:
 def all_reduces(nodes: int = 2, per_node: int = 4) -> go.Figure:
     """What the busiest rank sends within its node and to other nodes, for each algorithm of an all-reduce, in units of
     its message: by counting the messages of the plans, whose ranks are numbered node by node."""
-    if nodes < 2 or per_node < 2:
-        raise ValueError(f"two levels need at least 2 nodes of 2 ranks, got {nodes} of {per_node}")
-    _check(nodes * per_node, per_node)
+    _check_levels(nodes, per_node)
     every = [plans.all_reduce(nodes * per_node, by) for by in plans.ALL_REDUCES] + [plans.two_level(nodes, per_node)]
     names = [plan.title.partition(": ")[2] for plan in every]
     traces = []
     for name, between, colour in (("within the node", False, _INSIDE), ("to other nodes", True, _BETWEEN)):
         sent = [max(plan.sent(per_node, between)) for plan in every]
         totals = [sum(plan.sent(per_node, between)) for plan in every]
-        traces.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": name,
-                "x": sent,
-                "y": names,
-                "marker": {"color": colour},
-                "text": [f"{amount:.3g}" for amount in sent],
-                "textposition": "outside",
-                "cliponaxis": False,
-                "customdata": totals,
-                "hovertemplate": "%{x:.3g} messages; all ranks together %{customdata:.3g}<extra>%{y}</extra>",
-            }
-        )
+        bars = {"type": "bar", "orientation": "h", "name": name, "x": sent, "y": names, "marker": {"color": colour}}
+        bars |= {"text": [f"{amount:.3g}" for amount in sent], "textposition": "outside", "cliponaxis": False}
+        words = "%{x:.3g} messages; all ranks together %{customdata:.3g}<extra>%{y}</extra>"
+        traces.append(bars | {"customdata": totals, "hovertemplate": words})
     subtitle = f"{nodes} nodes of {per_node} ranks; in messages of a rank, counted from the plans of lab 01, not timed"
     looks = wide_layout("What the busiest rank sends in an all-reduce", subtitle, 110 + 46 * len(every)) | {
         "barmode": "group",
@@ -505,6 +438,12 @@ def all_reduces(nodes: int = 2, per_node: int = 4) -> go.Figure:
         "legend": {"traceorder": "normal", "x": 1, "xanchor": "right", "y": 0, "yanchor": "bottom"},
     }
     return as_figure(traces, looks | {"margin": {"l": 270, "r": 30, "t": 56, "b": 30}})
+
+
+def _check_levels(nodes: int, per_node: int) -> None:
+    if nodes < 2 or per_node < 2:
+        raise ValueError(f"two levels need at least 2 nodes of 2 ranks, got {nodes} of {per_node}")
+    _check(nodes * per_node, per_node)
 
 
 def _check(ranks: int, per_node: int) -> None:
@@ -521,6 +460,7 @@ _HEIGHTS = {"spine": 0.0, "rail": 1.1, "nic": 2.6, "gpu": 3.6, "nvswitch": 4.6}
 _TALL = 0.56  # of a box
 _ROW = 54  # px
 _UNUSED = "rgba(128, 128, 128, 0.35)"
+_BOX = "#D0D0D0"  # opaque, so that lines end at its edge
 
 
 class _Panel:
@@ -544,16 +484,9 @@ class _Panel:
             if "nvswitch" in (ends[0][0], ends[1][0]):
                 below = (above[0], below[1])  # straight down to the switch, which is as wide as its node
             colour = next(_LINKS[name] for name in _LINKS if name in (ends[0][0], ends[1][0]))
-            self.traces.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "x": [above[0], below[0]],
-                    "y": [above[1], below[1]],
-                    "line": {"color": colour, "width": 3.5} if used[link] else {"color": _UNUSED, "width": 1},
-                    "hoverinfo": "skip",
-                }
-            )
+            look = {"color": colour, "width": 3.5} if used[link] else {"color": _UNUSED, "width": 1}
+            line = {"type": "scatter", "mode": "lines", "x": [above[0], below[0]], "y": [above[1], below[1]]}
+            self.traces.append(line | {"line": look, "hoverinfo": "skip"})
         self._boxes()
 
     def _links(self) -> list[frozenset[Place]]:
@@ -606,9 +539,6 @@ class _Panel:
             "showlegend": False,
         }
         return as_figure(self.traces, looks)
-
-
-_BOX = "#D0D0D0"  # opaque, so that lines end at its edge
 
 
 def _counted(pairs: Sequence[tuple[int, int]], per_node: int) -> str:

@@ -112,10 +112,9 @@ def buckets(
             more = f": {size(bucket.bytes)}"
             boxes.append(Box(lane + 2, 1000 * start, 1000 * end, "all_reduce", str(number), more))
             filling = full
-        hidden = sum(max(0.0, min(end, backward) - start) for start, end in spans) / sum(
-            end - start for start, end in spans
-        )
-        summary = f"  {len(in_order)} bucket{'s' if len(in_order) > 1 else ''}, {hidden:.0%} overlapped"
+        during = sum(max(0.0, min(end, backward) - start) for start, end in spans)
+        hidden = during / sum(end - start for start, end in spans)
+        summary = f"  {counted(len(in_order), 'bucket')}, {hidden:.0%} overlapped"
         ends.append(canvas.note(1000 * spans[-1][1], lane + 2, summary, 13, anchor="left"))
         names += [f"<b>bucket_mb={megabytes:g}</b> ", "hooks fill bucket ", "all-reduce of bucket "]
     model = model_words(Spec(workload=workload, options=options))
@@ -161,9 +160,8 @@ def dp_step(devices: int = 2, workload: str = "cnn") -> go.Figure:
             arrows.append(Arrow(*ends, moment + 0.45 * (device - 1) / max(devices - 2, 1)))
     words = ("① inputs", "② the model", "③ outputs", "④ output gradients", "⑤ gradients")
     sizes = (bytes_of["scatter"], bytes_of["broadcast"], bytes_of["gather"], bytes_of["gather"], bytes_of["reduce"])
-    heads = [
-        (moment + 0.22, f"<b>{name}</b><br>{bytes_}") for moment, name, bytes_ in zip(moments.values(), words, sizes)
-    ]
+    texts = zip(moments.values(), words, sizes)
+    heads = [(moment + 0.22, f"<b>{name}</b><br>{bytes_}") for moment, name, bytes_ in texts]
     note = f"{model_words(spec)}, {spec.batch_per_rank} samples per device; bytes by formula"
     names = [lane_name(device, "device") for device in range(devices)]
     return side_by_side(f"A step of DP on {devices} devices", note, names, boxes, arrows, heads)
@@ -205,18 +203,15 @@ def wires(most: int = 8, workload: str = "cnn") -> go.Figure:
         model = flows["broadcast"] + flows["reduce"]
         copied.append(samples + model)
         nccl.append(samples + model / (count - 1))
-        ddp.append(
-            2 * sum(flow.theory for flow in theory(Spec(strategy="ddp", workload=workload, nproc=count))) / count
-        )
+        reduced = sum(flow.theory for flow in theory(Spec(strategy="ddp", workload=workload, nproc=count)))
+        ddp.append(2 * reduced / count)
     lines = [
         _line("DP, device 0, one copy per device", counts, copied, colours.RANKS[5], "solid", "circle"),
         _line("DP, device 0, with NCCL", counts, nccl, colours.RANKS[0], "dash", "square"),
         _line("DDP, every rank", counts, ddp, colours.RANKS[2], "solid", "diamond"),
     ]
-    looks = wide_layout(
-        "Traffic per device and step", f"{model_words(Spec(workload=workload))}; by formula, not measured", 330
-    )
-    looks |= {
+    subtitle = f"{model_words(Spec(workload=workload))}; by formula, not measured"
+    looks = wide_layout("Traffic per device and step", subtitle, 330) | {
         "xaxis": axis("devices") | {"dtick": 1},
         "yaxis": axis("MiB per step, sent and received") | {"rangemode": "tozero"},
         "margin": {"l": 62, "r": 12, "t": 56, "b": 44},
@@ -285,29 +280,14 @@ def shares(
     borders += [_border("y", row - 0.5) for row in range(ranks, len(rows), ranks)]
     middles = [(start + 1 + min(start + batch, width)) / 2 for start in range(0, width, batch)]
     what = "DistributedSampler" if sampler else "No sampler"
-    title = (
-        f"{what}: {samples} samples, {ranks} ranks, {batch} per rank and step: {steps} step{'s' if steps > 1 else ''}"
-        " per epoch"
-    )
+    per_step = f"{batch} per rank and step: {counted(steps, 'step')} per epoch"
+    title = f"{what}: {samples} samples, {ranks} ranks, {per_step}"
+    by_step = {"tickvals": middles, "ticktext": [f"step {step + 1}" for step in range(steps)]}
+    by_rank = {"tickvals": list(range(len(rows))), "ticktext": names, "autorange": "reversed"}
     looks = wide_layout(title, " · ".join(notes), 104 + 34 * len(rows)) | {
         "shapes": borders,
-        "xaxis": (
-            axis("")
-            | {
-                "tickvals": middles,
-                "ticktext": [f"step {step + 1}" for step in range(steps)],
-                "showgrid": False,
-            }
-        ),
-        "yaxis": (
-            axis("")
-            | {
-                "tickvals": list(range(len(rows))),
-                "ticktext": names,
-                "autorange": "reversed",
-                "showgrid": False,
-            }
-        ),
+        "xaxis": axis("") | by_step | {"showgrid": False},
+        "yaxis": axis("") | by_rank | {"showgrid": False},
         "margin": {"l": 144, "r": 12, "t": 56, "b": 28},
     }
     return as_figure([cells], looks)
@@ -332,9 +312,8 @@ def average(gradients: Sequence[Sequence[float]]) -> go.Figure:
     bars = [
         _gradient(f"rank {rank}", values, {"color": colours.rank_colour(rank)}) for rank, values in enumerate(gradients)
     ]
-    looks = wide_layout(
-        "Local gradients, and their average after the all-reduce", "every rank gets the average", 330
-    ) | {
+    title = "Local gradients, and their average after the all-reduce"
+    looks = wide_layout(title, "every rank gets the average", 330) | {
         "barmode": "group",
         "bargap": 0.3,
         "xaxis": {"fixedrange": True, "showgrid": False},

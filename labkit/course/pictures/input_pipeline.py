@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from labkit.course.pictures.canvas import checked
+from labkit.common.units import counted
+from labkit.course.pictures.canvas import SCALED, checked
 from labkit.figures import as_plotly, colours
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def workers(load: float = 0.2, compute: float = 0.1, counts: Sequence[int] = (0,
     lanes, bars, notes = [], [], []
     for count in counts:
         course = schedule(load, compute, count, batches)
-        named = f"{count} worker{'s' * (count != 1)}"
+        named = counted(count, "worker")
         trains = f"{named}: training"
         lanes += [trains, *(f"{named}: worker {number + 1}" for number in range(count))]
         for number, batch in enumerate(course, 1):
@@ -131,11 +132,10 @@ def copies(
         lanes += [program, gpu]
         course = copying(fetch, launch, takes, compute, steps, waits)
         for batch in course:
-            bars += [(what, program, *getattr(batch, what), what) for what in ("fetch", "launch")]
-            bars += [(what, gpu, *getattr(batch, what), what) for what in ("copy", "train")]
-        notes.append(
-            (gpu, course[-1].train[1], f"{_milliseconds(course[-1].train[1] - course[0].train[1], steps - 1)} per step")
-        )
+            bars += [("fetch", program, *batch.fetch, "fetch"), ("launch", program, *batch.launch, "launch")]
+            bars += [("copy", gpu, *batch.copy, "copy"), ("train", gpu, *batch.train, "train")]
+        end = course[-1].train[1]
+        notes.append((gpu, end, f"{_milliseconds(end - course[0].train[1], steps - 1)} per step"))
     return _gantt("Copying batches to the GPU, modelled", "gaps are waiting times", lanes, bars, notes)
 
 
@@ -173,30 +173,13 @@ def _gantt(
                     "hovertemplate": f"{what} %{{text}}: %{{x:.3g}} ms, from %{{base:.3g}} ms on<extra>%{{y}}</extra>",
                 }
             )
-    plain = {"gridcolor": colours.GRID, "zeroline": False}
+    beside = {"xanchor": "left", "showarrow": False, "font": {"size": 11}}
+    order = {"type": "category", "categoryarray": list(lanes), "range": [len(lanes) - 0.5, -0.5]}
     layout = {
         "title": {"text": f"<b>{title}</b><span style='font-size:10px'>  {note}</span>", "x": 0, "font": {"size": 13}},
-        "xaxis": plain | {"title": {"text": "ms"}, "rangemode": "tozero"},
-        "yaxis": (
-            plain
-            | {
-                "type": "category",
-                "categoryarray": list(lanes),
-                "range": [len(lanes) - 0.5, -0.5],
-                "showgrid": False,
-            }
-        ),
-        "annotations": [
-            {
-                "y": lane,
-                "x": 1e3 * end,
-                "text": f" {words}",
-                "xanchor": "left",
-                "showarrow": False,
-                "font": {"size": 11},
-            }
-            for lane, end, words in notes
-        ],
+        "xaxis": SCALED | {"title": {"text": "ms"}, "rangemode": "tozero"},
+        "yaxis": SCALED | order | {"showgrid": False},
+        "annotations": [beside | {"y": lane, "x": 1e3 * end, "text": f" {words}"} for lane, end, words in notes],
         "barmode": "overlay",
         "bargap": 0.25,
         "height": 110 + _LANE * len(lanes),

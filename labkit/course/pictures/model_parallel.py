@@ -16,6 +16,8 @@ from labkit.figures.as_plotly import as_figure
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+# ---- tensor parallelism: matrices with their numbers, each shard in the colour of its rank
+
 
 Matrix = Sequence[Sequence[float]]
 
@@ -150,12 +152,11 @@ def layer(sequence_parallel: bool = False, ranks: int = 2, backward: bool = Fals
         if backward:
             arrow = "forward →" if direction == "forward" else "← backward"
             notes.append(note(-1.05, top + ranks + 0.25, f"<b>{arrow}</b>", size=11, anchor="left"))
-    passes = "forward and backward" if backward else "forward"
-    how = (
-        "between the split matrices"
-        f" {'each rank has some positions' if sequence_parallel else 'every rank has everything'}"
-    )
-    title = f"<b>A layer, {passes}{', sequence parallel' if sequence_parallel else ''}</b>  {how}"
+    title = "A layer, forward and backward" if backward else "A layer, forward"
+    has = "every rank has everything"
+    if sequence_parallel:
+        title, has = f"{title}, sequence parallel", "each rank has some positions"
+    title = f"<b>{title}</b>  between the split matrices {has}"
     bottom = ranks + 0.6 + (down if backward else 0)
     return _drawn(shapes, notes, (-1.1, len(_OPERATIONS) * _STEP), (-1.0, bottom), title, 60 * (bottom + 1.0))
 
@@ -176,15 +177,11 @@ class _Page:
         self.notes.append(note(self.across + columns / 2, self.down - 0.35, name, size=11))
         for i, line in enumerate(values):
             for j, value in enumerate(line):
-                owner = (
-                    rank
-                    if rank is not None
-                    else j * across // columns
-                    if across > 1
-                    else i * down // rows
-                    if down > 1
-                    else None
-                )
+                owner = rank
+                if across > 1:
+                    owner = j * across // columns
+                elif down > 1:
+                    owner = i * down // rows
                 colour = EVERY if owner is None else colours.rank_colour(owner)
                 self.shapes.append(box(self.across + j, self.down + i, 0.94, 0.94, colour))
                 words = f"{value:g}".replace("-", "−")
@@ -203,11 +200,10 @@ class _Page:
         self.across, self.tallest = 0.0, 0
 
     def figure(self, title: str) -> go.Figure:
-        lines = self.down > 0
-        left = -2.2 if lines else -0.3
-        return _drawn(
-            self.shapes, self.notes, (left, max(self.widest, 20)), (-0.8, self.down + self.tallest + 0.2), title, None
-        )
+        left = -2.2 if self.down > 0 else -0.3  # names of lines, or none
+        bottom = self.down + self.tallest + 0.2
+        x, y = (left, max(self.widest, 20)), (-0.8, bottom)
+        return _drawn(self.shapes, self.notes, x, y, title, 36 * (bottom + 0.8) + 44)
 
 
 def _drawn(
@@ -216,11 +212,10 @@ def _drawn(
     x: tuple[float, float],
     y: tuple[float, float],
     title: str,
-    height: float | None,
+    height: float,
 ) -> go.Figure:
     axes = {"xaxis": HIDDEN | {"range": list(x)}, "yaxis": HIDDEN | {"range": [y[1], y[0]]}}
-    tall = height or 36 * (y[1] - y[0]) + 44
-    return as_figure([], layout(title, tall) | axes | {"shapes": shapes, "annotations": notes, "showlegend": False})
+    return as_figure([], layout(title, height) | axes | {"shapes": shapes, "annotations": notes, "showlegend": False})
 
 
 def _times(left: Matrix, right: Matrix) -> list[list[float]]:
@@ -341,9 +336,8 @@ def _mark(rank: int) -> str:
 def _panel(axes: dict[str, str], ranks: int, zigzag: bool, turn: int) -> list[dict[str, Any]]:
     """The traces of one turn: the mask, of which this turn's part is coloured and that of earlier turns pale, the ranks
     that compute it, and how much each does."""
-    cells: list[list[int | None]] = [
-        [0 if key <= query else None for key in range(2 * ranks)] for query in range(2 * ranks)
-    ]
+    chunks = range(2 * ranks)
+    cells: list[list[int | None]] = [[0 if key <= query else None for key in chunks] for query in chunks]
     texts: list[tuple[int, int, int]] = []
     for when in range(turn + 1):
         for rank in range(ranks):
@@ -357,52 +351,30 @@ def _panel(axes: dict[str, str], ranks: int, zigzag: bool, turn: int) -> list[di
     scale = [[(number + edge) / steps, colour] for number, colour in enumerate(palette) for edge in (0, 1)]
     mask = {"xaxis": f"x{axes['mask']}", "yaxis": f"y{axes['mask']}", "meta": turn}
     bars = {"xaxis": f"x{axes['bars']}", "yaxis": f"y{axes['bars']}", "meta": turn}
+    colours_of = {"z": cells, "zmin": -0.5, "zmax": steps - 0.5, "colorscale": scale, "showscale": False}
+    heatmap = {"type": "heatmap", "xgap": 1, "ygap": 1, "hoverinfo": "skip"} | colours_of
+    numbers = {
+        "type": "scatter",
+        "mode": "text",
+        "x": [key for _, key, _ in texts],
+        "y": [query for query, _, _ in texts],
+        "text": [str(rank) + ("½" if query == key else "") for query, key, rank in texts],
+        "textfont": {
+            "size": [9 if query == key else 11 for query, key, _ in texts],
+            "color": [ink(rank) for _, _, rank in texts],
+        },
+        "hovertext": [
+            f"rank {rank}: queries of chunk {query}, keys of chunk {key}"
+            + (", half of it masked" if query == key else "")
+            for query, key, rank in texts
+        ],
+        "hoverinfo": "text",
+    }
     amounts = work(ranks, zigzag)[turn]
-    return [
-        {
-            "type": "heatmap",
-            "z": cells,
-            "zmin": -0.5,
-            "zmax": steps - 0.5,
-            "colorscale": scale,
-            "showscale": False,
-            "hoverinfo": "skip",
-            "xgap": 1,
-            "ygap": 1,
-        }
-        | mask,
-        {
-            "type": "scatter",
-            "mode": "text",
-            "x": [key for _, key, _ in texts],
-            "y": [query for query, _, _ in texts],
-            "text": [str(rank) + ("½" if query == key else "") for query, key, rank in texts],
-            "textfont": {
-                "size": [9 if query == key else 11 for query, key, _ in texts],
-                "color": [ink(rank) for _, _, rank in texts],
-            },
-            "hovertext": [
-                f"rank {rank}: queries of chunk {query}, keys of chunk {key}"
-                + (", half of it masked" if query == key else "")
-                for query, key, rank in texts
-            ],
-            "hoverinfo": "text",
-        }
-        | mask,
-        {
-            "type": "bar",
-            "orientation": "h",
-            "x": amounts,
-            "y": list(range(ranks)),
-            "marker": {"color": solid},
-            "text": [f"{amount:g}" if amount else "idle" for amount in amounts],
-            "textposition": "outside",
-            "cliponaxis": False,
-            "textfont": {"size": 11},
-            "hoverinfo": "skip",
-        }
-        | bars,
-    ]
+    words = {"text": [f"{amount:g}" if amount else "idle" for amount in amounts], "textfont": {"size": 11}}
+    words |= {"textposition": "outside", "cliponaxis": False, "hoverinfo": "skip"}
+    lengths = {"type": "bar", "orientation": "h", "x": amounts, "y": list(range(ranks)), "marker": {"color": solid}}
+    return [heatmap | mask, numbers | mask, lengths | words | bars]
 
 
 def _pale(colour: str) -> str:
@@ -583,9 +555,8 @@ def _line(sender: int, expert: int, token: int, x: tuple[float, float], y: tuple
 
 def _grown(line: dict[str, Any], part: float) -> dict[str, Any]:
     """What a line shows when its token has travelled this part of it; nothing before that."""
-    return {ends: [line[ends][0], line[ends][0] + part * (line[ends][1] - line[ends][0])] for ends in "xy"} | {
-        "visible": part > 0
-    }
+    grown = {which: [line[which][0], line[which][0] + part * (line[which][1] - line[which][0])] for which in "xy"}
+    return grown | {"visible": part > 0}
 
 
 def _summary(rows: Sequence[Expert], count: int) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.metrics import USUAL
 from labkit.analysis.profiled import ahead, aligned, profiled_steps
+from labkit.common.units import counted
 from labkit.course.pictures.canvas import SCALED, checked, layout
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure
@@ -215,10 +216,8 @@ def simulate(
     stages = ranks * rule.stages
     costs = tuple(costs) or (1.0,) * stages
     if len(costs) != stages or min(costs) <= 0:
-        raise ValueError(
-            f"costs must be a positive number for each of the {stages} stages of {schedule} on {ranks} ranks, got"
-            f" {costs}"
-        )
+        wanted = f"a positive number for each of the {stages} stages of {schedule} on {ranks} ranks"
+        raise ValueError(f"costs must be {wanted}, got {costs}")
     times = [cost * ranks / sum(costs) for cost in costs]
     relative = {"F": 1.0, "B": backward / 2 if rule.halved else backward, "W": backward / 2, "BW": backward}
     waiting = {rank: order(schedule, rank, ranks, micro_batches)[::-1] for rank in range(ranks)}
@@ -232,7 +231,7 @@ def simulate(
                 start = max([free[rank], *(ended[need] for need in needs(kind, stage, number, stages))])
                 free[rank] = ended[kind[0], stage, number] = start + relative[kind] * times[stage]
                 slots.append(Slot(rank, kind, stage, number, start, free[rank]))
-    title = f"{schedule}, {ranks} ranks, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
+    title = f"{schedule}, {ranks} ranks, {counted(micro_batches, 'micro-batch', 'es')}"
     return PipelineStep(title, tuple(slots), "forwards", modelled=True)
 
 
@@ -290,12 +289,8 @@ _KINDS = {  # name in the legend, colour, colour of the number on it
     "W": ("backward of the weights", colours.PHASES["optimizer"], "#FFFFFF"),
     "BW": ("whole backward", "#7B50B0", "#FFFFFF"),
 }
-_HATCHED = {
-    "shape": "/",
-    "size": 7,
-    "fillmode": "overlay",
-    "fgcolor": "rgba(255, 255, 255, 0.55)",
-}  # a rank's second stage
+# a rank's second stage
+_HATCHED = {"shape": "/", "size": 7, "fillmode": "overlay", "fgcolor": "rgba(255, 255, 255, 0.55)"}
 _MARKS = {
     "GPipe": "circle",
     "1F1B": "x",
@@ -315,12 +310,13 @@ def gantt(plan: PipelineStep) -> go.Figure:
     halved = any(slot.kind == "W" for slot in plan.slots)
     first, last = plan.span
     traces = []
-    for kind, second in sorted(
-        {(slot.kind, _second(slot, plan)) for slot in plan.slots}, key=lambda pair: (pair[1], [*_KINDS].index(pair[0]))
-    ):
-        slots = [slot for slot in plan.slots if (slot.kind, _second(slot, plan)) == (kind, second)]
+    for second, kind in product((False, True), _KINDS):
+        slots = [slot for slot in plan.slots if (_second(slot, plan), slot.kind) == (second, kind)]
+        if not slots:
+            continue
         name, colour, ink = _KINDS[kind]
         name = "backward of the inputs" if kind == "B" and halved else name
+        marker = {"color": colour, "line": {"width": 1, "color": colours.INK}}
         traces.append(
             {
                 "type": "bar",
@@ -337,10 +333,7 @@ def gantt(plan: PipelineStep) -> go.Figure:
                 "textangle": 0,
                 "constraintext": "none",
                 "textfont": {"color": ink, "size": 10},
-                "marker": (
-                    {"color": colour, "line": {"width": 1, "color": colours.INK}}
-                    | ({"pattern": _HATCHED} if second else {})
-                ),
+                "marker": marker | {"pattern": _HATCHED} if second else marker,
                 "hovertext": [_words(slot, plan, name) for slot in slots],
                 "hovertemplate": "%{hovertext}<extra></extra>",
             }
@@ -440,11 +433,8 @@ def measured(run: Run) -> PipelineStep:
         if any(_misses_halves(lane, rules[rank]) for rank, lane in lanes.items()):
             raise ValueError(f"run {run.name} does not tell the halves of a backward apart; run it again")
         slots = tuple(slot for rank, lane in lanes.items() for slot in _seen(rank, lane, shifts[rank], rules[rank]))
-        words = (
-            f"{schedule}, {len(lanes)} ranks, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, step"
-            f" {step}"
-        )
-        plans.append(PipelineStep(words, slots, "ms", modelled=False))
+        title = f"{schedule}, {len(lanes)} ranks, {counted(micro_batches, 'micro-batch', 'es')}, step {step}"
+        plans.append(PipelineStep(title, slots, "ms", modelled=False))
     return min(plans, key=lambda plan: plan.span[1] - plan.span[0])
 
 
@@ -485,13 +475,13 @@ def _words(slot: Slot, plan: PipelineStep, name: str) -> str:
 
 
 def _figure(traces: list[dict[str, Any]], title: str, x: dict[str, Any], y: dict[str, Any], height: int) -> go.Figure:
-    legend = {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom", "font": {"size": 11}}
-    own = {
+    looks = layout(title, height + 40) | {
         "xaxis": x,
         "yaxis": y,
         "barmode": "overlay",
         "bargap": 0.15,
         "margin": {"l": 64, "r": 16, "t": 34, "b": 78},
-        "legend": legend,
+        "legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom", "font": {"size": 11}},
+        "hovermode": "closest",
     }
-    return as_figure(traces, layout(title, height + 40) | own | {"hovermode": "closest"})
+    return as_figure(traces, looks)
