@@ -11,12 +11,28 @@ from typing import Any
 from labkit.analysis.metrics import median, quartiles
 from labkit.analysis.theory.formulas import RECIPES, theory
 from labkit.common.units import counted, size
-from labkit.course.claims.measured import FAILS, HOLDS, OPEN, PARTLY, Ruling, Trials, ask
+from labkit.course.claims.measured import FAILS, HOLDS, OPEN, PARTLY, Judge, Ruling, Trials, ask, claim
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.links import Balance
 from labkit.prediction.scale.advice import advice, training
 from labkit.prediction.scale.atlas import Published, common, failed, published, speed
+
+
+def answered(
+    question: Callable[[Trials], tuple[Any, str]], failed: str = "torch could not be queried"
+) -> Callable[[Callable[[Any], Ruling]], Judge]:
+    """Makes a judge of a function of the answer to a question, which may have failed with an error."""
+
+    def judged(function: Callable[[Any], Ruling]) -> Judge:
+        def judge(trials: Trials) -> Ruling:
+            answer, error = question(trials)
+            return Ruling(OPEN, f"{failed}: {error}.") if error else function(answer)
+
+        return judge
+
+    return judged
+
 
 # ---- claims about sizes
 
@@ -33,6 +49,7 @@ def _gb(count: float) -> str:
     return f"{count / 1e9:,.0f} GB"
 
 
+@claim("65b", "65B parameters can be trained on 8 GPUs with 80 GB", "computed")
 def sixty_five_billion(trials: Trials) -> Ruling:
     """The states of 65B parameters, and the memory of eight GPUs with 80 GB each."""
     states, there = _states(65e9), 8 * 80e9
@@ -44,6 +61,7 @@ def sixty_five_billion(trials: Trials) -> Ruling:
     )
 
 
+@claim("7b", "FSDP stores 7B parameters in 28 GB, and in 14 GB on each of two GPUs", "computed")
 def seven_billion(trials: Trials) -> Ruling:
     """What each of one and two ranks stores of 7B parameters."""
     whole, two = _states(7e9), _states(7e9) / 2
@@ -56,6 +74,7 @@ def seven_billion(trials: Trials) -> Ruling:
     )
 
 
+@claim("1b-10b", "Models of 1B to 10B parameters cannot be trained on one GPU", "computed")
 def billions_on_one(trials: Trials) -> Ruling:
     """The states of 1B and 10B parameters, and the memory of one GPU."""
     small, large, memory = _states(1e9), _states(10e9), 80e9
@@ -68,6 +87,7 @@ def billions_on_one(trials: Trials) -> Ruling:
     )
 
 
+@claim("2-gb", "Training a CNN with 120K parameters takes 2 GB", "measured", "single")
 def two_gigabytes(trials: Trials) -> Ruling:
     """The states of 120K parameters, and the measured peak of the CNN with 405,898."""
     summary = trials.summary("single")
@@ -83,6 +103,7 @@ def two_gigabytes(trials: Trials) -> Ruling:
     )
 
 
+@claim("overhead", "n GPUs are n / (1 + overhead) times as fast, with one overhead for all n", "computed")
 def one_overhead(trials: Trials) -> Ruling:
     """How the traffic of a rank grows with the ranks: an overhead measured on two does not hold for eight."""
     sent = {n: sum(flow.theory or 0 for flow in theory(Spec("ddp", nproc=n))) / n for n in (2, 4, 8)}
@@ -100,6 +121,7 @@ def one_overhead(trials: Trials) -> Ruling:
 # ---- modelled: evidence that does not decide a claim
 
 
+@claim("fsdp-8", "From 8 GPUs on, prefer FSDP to DDP", "modelled")
 def fsdp_from_8(trials: Trials) -> Ruling:
     """DDP and FSDP on 8 devices, for models that fit under both."""
     figures, words = modelled_speeds((8,))
@@ -124,6 +146,11 @@ def modelled_speeds(devices: Iterable[int]) -> tuple[dict[str, tuple[float, ...]
     return figures, f"speed of FSDP relative to DDP ({DEVICES[_MACHINE].title}, `labkit advise`, bf16): {ratios}"
 
 
+@claim(
+    "tp-batch",
+    "Tensor parallelism within a node lowers the batch from which FSDP is no longer communication-bound",
+    "modelled",
+)
 def tensor_parallel_batch(trials: Trials) -> Ruling:
     """The tokens per device from which FSDP hides its communication, with and without tensor parallelism."""
     figures, words = {}, []
@@ -160,11 +187,10 @@ print(json.dumps([torch.__version__, [str(call).rpartition(".")[2] for call in c
 """
 
 
-def to_other_dimension(trials: Trials) -> Ruling:
+@claim("dtensor-all-to-all", "Redistributing a DTensor from one dimension to another is an all-to-all", "asked")
+@answered(lambda trials: ask(_TO_OTHER_DIMENSION))
+def to_other_dimension(seen: tuple[str, list[str]]) -> Ruling:
     """Asks torch which collective it calls on a mesh of 4 CPU ranks; nothing is sent."""
-    seen, error = ask(_TO_OTHER_DIMENSION)
-    if error:
-        return Ruling(OPEN, f"torch could not be queried: {error}.")
     version, calls = seen
     if not any("all_gather" in call for call in calls):
         return Ruling(HOLDS, f"Run here: torch {version} calls {', '.join(calls)} on a mesh of 4 CPU ranks.")
@@ -198,12 +224,11 @@ _DOCUMENTED = (
 )
 
 
-def nccl_on_macos(trials: Trials) -> Ruling:
+@claim("nccl-macos", "NCCL works on macOS", "asked")
+@answered(lambda trials: ask(_NCCL))
+def nccl_on_macos(here: dict[str, Any]) -> Ruling:
     """On macOS, torch on this machine decides; elsewhere the documentation decides, and the result here is added to
     it."""
-    here, error = ask(_NCCL)
-    if error:
-        return Ruling(OPEN, f"torch could not be queried: {error}.")
     failure = f", and init_process_group fails with “{here['message']}”" if here["message"] else ""
     answer = f"is_nccl_available() is {here['nccl']}{failure}"
     build = f"torch {here['torch']} {'with CUDA ' + here['cuda'] if here['cuda'] else 'without CUDA'}"
@@ -223,11 +248,10 @@ print(json.dumps([sum(parameter.numel() for parameter in block.parameters()) for
 """
 
 
-def cnn_parameters(trials: Trials) -> Ruling:
+@claim("cnn-parameters", "The MNIST CNN with three convolutions has 120K parameters", "computed")
+@answered(lambda trials: ask(_COUNT), "The model could not be built")
+def cnn_parameters(blocks: list[int]) -> Ruling:
     """Counts the parameters of the model that the workload builds. Any number that rounds to 120K counts as 120K."""
-    blocks, error = ask(_COUNT)
-    if error:
-        return Ruling(OPEN, f"The model could not be built: {error}.")
     total, largest = sum(blocks), max(blocks)
     verdict = HOLDS if round(total, -4) == _CLAIMED else FAILS
     terms = " + ".join(f"{block:,}" for block in blocks)
@@ -235,6 +259,7 @@ def cnn_parameters(trials: Trials) -> Ruling:
     return Ruling(verdict, evidence, {"parameters": (float(total),)})
 
 
+@claim("batch", "With a batch size of 128 on 2 GPUs, each GPU takes 64 samples", "computed")
 def batch_of_two(trials: Trials) -> Ruling:
     """DDP has one data loader per process, nn.DataParallel has a single one."""
     ddp = Spec("ddp", nproc=2, batch_size=128)
@@ -249,6 +274,7 @@ def batch_of_two(trials: Trials) -> Ruling:
     return Ruling(verdict, evidence, figures)
 
 
+@claim("fsdp-all-reduce", "FSDP synchronises gradients with an all-reduce", "computed")
 def fsdp_gradients(trials: Trials) -> Ruling:
     """By the formulas for expected traffic, and by the ledger of a run if another claim needed one."""
     sends = {flow.op: flow for flow in theory(Spec("fsdp2", nproc=2, device="cuda"))}
@@ -362,6 +388,7 @@ def _repeated() -> list[list[float]]:
 # ---- claims that published runs judge
 
 
+@claim("fsdp-16", "From 16 GPUs on, FSDP is faster than DDP", "published")
 def fsdp_from_16(trials: Trials) -> Ruling:
     """FSDP and DDP with everything else equal, from 16 GPUs on; and ZeRO-1 and DDP, if there is no such pair."""
     runs = [run for run in usable() if run.training.devices >= _FROM and run.layout.synced > 1]
@@ -394,6 +421,7 @@ def fsdp_from_16(trials: Trials) -> Ruling:
 _FROM = 16
 
 
+@claim("tp-node", "Tensor parallelism should stay within a node", "published")
 def tensor_in_node(trials: Trials) -> Ruling:
     """TP of a node and of two nodes with the same pipeline, sharding and micro-batch; the data-parallel ranks are half
     as many, and compute twice as many micro-batches."""
@@ -432,6 +460,7 @@ def _fastest(runs: Iterable[Published]) -> Published:
     return max(runs, key=lambda run: speed(run) or 0.0)
 
 
+@claim("micro-batch", "Prefer the largest micro-batch that fits", "published")
 def largest_micro_batch(trials: Trials) -> Ruling:
     """Layouts with several micro-batches: whether the largest one that ran is the fastest, and what doubling gains."""
     groups = matched(usable(), lambda run: run.layout.micro_batch, "micro_batch", "micro_batches")
@@ -463,6 +492,7 @@ def _is_piped(group: Mapping[int, list[Published]]) -> bool:
     return next(iter(group.values()))[0].layout.pipeline > 1
 
 
+@claim("pipeline-4x", "A pipeline needs four times as many micro-batches as stages", "published")
 def four_per_stage(trials: Trials) -> Ruling:
     """Pipelines of the same layout and global batch: whether the fastest has four micro-batches per stage or more."""
     piped = [run for run in usable() if run.layout.pipeline > 1]
@@ -493,114 +523,98 @@ def four_per_stage(trials: Trials) -> Ruling:
 _PER_STAGE = 4
 
 
-# ---- what torch does: tried in a process group of one rank; each of these judges what `behaviour` has seen
+# ---- what torch does: tried in a process group of one rank; each of these judges what `in_torch.behaviour` has seen
 
 
-def gradients_on_cpu(trials: Trials) -> Ruling:
+@claim("cpu-average", "DDP averages gradients on the CPU", "asked")
+@answered(Trials.behaviour)
+def gradients_on_cpu(seen: dict[str, Any]) -> Ruling:
     """Where the buckets are that DDP reduces."""
-
-    def judge(seen: dict[str, Any]) -> Ruling:
-        return Ruling(
-            FAILS,
-            f"Run here: the buckets of a model on the CPU are on the {seen['bucket_device'].upper()}, because DDP"
-            " creates them on the device of the parameters. Documented, not run here: with the backend nccl, tensors on"
-            " GPUs are reduced by kernels on the GPUs (documentation of torch.distributed, Backends).",
-        )
-
-    return _tried(trials, judge)
+    return Ruling(
+        FAILS,
+        f"Run here: the buckets of a model on the CPU are on the {seen['bucket_device'].upper()}, because DDP"
+        " creates them on the device of the parameters. Documented, not run here: with the backend nccl, tensors on"
+        " GPUs are reduced by kernels on the GPUs (documentation of torch.distributed, Backends).",
+    )
 
 
-def devices_per_process(trials: Trials) -> Ruling:
+@claim("devices", "One DDP process can use several GPUs with device_ids=[0, 1]", "asked")
+@answered(Trials.behaviour)
+def devices_per_process(seen: dict[str, Any]) -> Ruling:
     """What DDP does with two devices in one process."""
-
-    def judge(seen: dict[str, Any]) -> Ruling:
-        if not seen["two_devices"]:
-            return Ruling(HOLDS, f"Run here: torch {seen['torch']} accepts DDP(model, device_ids=[0, 1]).")
-        return Ruling(
-            FAILS,
-            f"Run here: DDP(model, device_ids=[0, 1]) raises “{seen['two_devices']}” One process drives one replica."
-            " The replica itself may be split over several GPUs, with device_ids=None.",
-        )
-
-    return _tried(trials, judge)
+    if not seen["two_devices"]:
+        return Ruling(HOLDS, f"Run here: torch {seen['torch']} accepts DDP(model, device_ids=[0, 1]).")
+    return Ruling(
+        FAILS,
+        f"Run here: DDP(model, device_ids=[0, 1]) raises “{seen['two_devices']}” One process drives one replica."
+        " The replica itself may be split over several GPUs, with device_ids=None.",
+    )
 
 
-def summed_gradients(trials: Trials) -> Ruling:
+@claim("sum", "Summing gradients instead of averaging them scales the update with the number of GPUs", "asked")
+@answered(Trials.behaviour)
+def summed_gradients(seen: dict[str, Any]) -> Ruling:
     """The first update with a gradient that is twice as large, as the sum over two ranks is."""
-
-    def judge(seen: dict[str, Any]) -> Ruling:
-        ratios = seen["update_ratios"]
-        scaled = [round(ratio, 2) == 2 for ratio in ratios.values()]
-        verdict = HOLDS if all(scaled) else PARTLY if any(scaled) else FAILS
-        words = " and ".join(f"{ratio:.2f} times as large with {name}" for name, ratio in ratios.items())
-        return Ruling(
-            verdict,
-            f"Run here: with the sum over 2 ranks instead of the mean, the first update is {words}. With SGD the sum"
-            " multiplies the learning rate by the number of ranks; Adam divides the gradient by its own size. Raising"
-            " the learning rate for a larger batch is a separate decision (Goyal et al. 2017 for SGD).",
-            {name: (ratio,) for name, ratio in ratios.items()},
-        )
-
-    return _tried(trials, judge)
+    ratios = seen["update_ratios"]
+    scaled = [round(ratio, 2) == 2 for ratio in ratios.values()]
+    verdict = HOLDS if all(scaled) else PARTLY if any(scaled) else FAILS
+    words = " and ".join(f"{ratio:.2f} times as large with {name}" for name, ratio in ratios.items())
+    return Ruling(
+        verdict,
+        f"Run here: with the sum over 2 ranks instead of the mean, the first update is {words}. With SGD the sum"
+        " multiplies the learning rate by the number of ranks; Adam divides the gradient by its own size. Raising"
+        " the learning rate for a larger batch is a separate decision (Goyal et al. 2017 for SGD).",
+        {name: (ratio,) for name, ratio in ratios.items()},
+    )
 
 
-def wrap_by_size(trials: Trials) -> Ruling:
+@claim("wrap-1m", "FSDP with min_num_params=1M shards the MNIST CNN layer by layer", "asked")
+@answered(Trials.behaviour)
+def wrap_by_size(seen: dict[str, Any]) -> Ruling:
     """The units that the policy by size makes of the CNN."""
-
-    def judge(seen: dict[str, Any]) -> Ruling:
-        counts = {int(smallest): count for smallest, count in seen["units"].items()}
-        words = ", ".join(f"{smallest:,} makes {count} unit{'s' * (count > 1)}" for smallest, count in counts.items())
-        return Ruling(
-            HOLDS if counts[1_000_000] > 1 else FAILS,
-            f"Run here: min_num_params={words} of the CNN with 405,898 parameters. A single unit is gathered as a whole"
-            " before forward: nothing overlaps, and the parameters take more memory than under DDP.",
-            {f"units from {smallest:,}": (float(count),) for smallest, count in counts.items()},
-        )
-
-    return _tried(trials, judge)
+    counts = {int(smallest): count for smallest, count in seen["units"].items()}
+    words = ", ".join(f"{smallest:,} makes {count} unit{'s' * (count > 1)}" for smallest, count in counts.items())
+    return Ruling(
+        HOLDS if counts[1_000_000] > 1 else FAILS,
+        f"Run here: min_num_params={words} of the CNN with 405,898 parameters. A single unit is gathered as a whole"
+        " before forward: nothing overlaps, and the parameters take more memory than under DDP.",
+        {f"units from {smallest:,}": (float(count),) for smallest, count in counts.items()},
+    )
 
 
-def optimizer_after_wrapping(trials: Trials) -> Ruling:
+@claim("optimizer-order", "The optimizer must be created after the model is wrapped", "asked")
+@answered(Trials.behaviour)
+def optimizer_after_wrapping(seen: dict[str, Any]) -> Ruling:
     """Whether wrapping replaces the parameters that an optimizer would have."""
-
-    def judge(seen: dict[str, Any]) -> Ruling:
-        kept = seen["parameters_kept"]
-        verdict = FAILS if all(kept.values()) else PARTLY if any(kept.values()) else HOLDS
-        kept_words = "keeps the parameters, so the order does not matter"
-        replaced = "replaces them, so an optimizer that was created before updates tensors that are no longer used"
-        words = "; ".join(f"{name} {kept_words if same else replaced}" for name, same in kept.items())
-        return Ruling(verdict, f"Run here: {words}.")
-
-    return _tried(trials, judge)
+    kept = seen["parameters_kept"]
+    verdict = FAILS if all(kept.values()) else PARTLY if any(kept.values()) else HOLDS
+    kept_words = "keeps the parameters, so the order does not matter"
+    replaced = "replaces them, so an optimizer that was created before updates tensors that are no longer used"
+    words = "; ".join(f"{name} {kept_words if same else replaced}" for name, same in kept.items())
+    return Ruling(verdict, f"Run here: {words}.")
 
 
-def evaluation_without_wrapper(trials: Trials) -> Ruling:
+@claim("evaluate-module", "Evaluate with model.module, not with the DDP wrapper", "asked")
+@answered(Trials.behaviour)
+def evaluation_without_wrapper(seen: dict[str, Any]) -> Ruling:
     """Whether a forward pass through DDP communicates in evaluation."""
-
-    def judge(seen: dict[str, Any]) -> Ruling:
-        sends = seen["broadcasts_in_evaluation"]
-        verdict = HOLDS if all(sends.values()) else PARTLY if any(sends.values()) else FAILS
-        words = "; ".join(
-            f"with {name}, a forward pass in evaluation {'broadcasts the buffers' if does else 'communicates nothing'}"
-            for name, does in sends.items()
-        )
-        return Ruling(
-            verdict,
-            f"Run here: {words}. If all ranks evaluate, both forms give the same result. If only rank 0 does, the"
-            " wrapper of a model with buffers waits for the other ranks, and model.module does not.",
-        )
-
-    return _tried(trials, judge)
-
-
-def _tried(trials: Trials, judge: Callable[[dict[str, Any]], Ruling]) -> Ruling:
-    seen, error = trials.behaviour()
-    return Ruling(OPEN, f"torch could not be queried: {error}.") if error else judge(seen)
+    sends = seen["broadcasts_in_evaluation"]
+    verdict = HOLDS if all(sends.values()) else PARTLY if any(sends.values()) else FAILS
+    words = "; ".join(
+        f"with {name}, a forward pass in evaluation {'broadcasts the buffers' if does else 'communicates nothing'}"
+        for name, does in sends.items()
+    )
+    return Ruling(
+        verdict,
+        f"Run here: {words}. If all ranks evaluate, both forms give the same result. If only rank 0 does, the"
+        " wrapper of a model with buffers waits for the other ranks, and model.module does not.",
+    )
 
 
 # ---- documented: the verdict names its source and says that it was not run
 
 
+@claim("dp-copies", "DataParallel copies the model between CPU and GPUs in every step", "documented")
 def dp_copies(trials: Trials) -> Ruling:
     """What nn.DataParallel moves between CPU and GPU."""
     return Ruling(
@@ -611,6 +625,7 @@ def dp_copies(trials: Trials) -> Ruling:
     )
 
 
+@claim("colab", "Colab has neither NCCL nor torchrun", "documented")
 def colab(trials: Trials) -> Ruling:
     """What the Linux wheel of torch contains."""
     return Ruling(
@@ -621,6 +636,7 @@ def colab(trials: Trials) -> Ruling:
     )
 
 
+@claim("set-device", "torch.cuda.set_device is not needed if DDP gets device_ids", "documented")
 def set_device(trials: Trials) -> Ruling:
     """Whether a rank needs set_device or device_id."""
     return Ruling(
@@ -632,6 +648,9 @@ def set_device(trials: Trials) -> Ruling:
     )
 
 
+@claim(
+    "rank-0-download", "Rank 0 downloads the data, the others wait in a barrier, and then all can read them", "argued"
+)
 def rank_0_downloads(trials: Trials) -> Ruling:
     """Rank 0 downloads, and the other ranks wait in a barrier."""
     return Ruling(
@@ -643,6 +662,7 @@ def rank_0_downloads(trials: Trials) -> Ruling:
     )
 
 
+@claim("rank-0-accuracy", "The training accuracy that rank 0 prints is that of the job", "computed")
 def accuracy_of_rank_0(trials: Trials) -> Ruling:
     """How many samples the accuracy of one rank is computed from."""
     spec = Spec("ddp", nproc=8)

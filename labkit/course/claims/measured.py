@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,19 +39,35 @@ class Ruling:
     figures: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
+Judge = Callable[["Trials"], Ruling]
+
+
 @dataclass(frozen=True)
 class Claim:
     """A common claim. `how` it is tested: computed, modelled, measured, published by others, asked of torch and the
     system, documented, or argued.
 
-    `judge` gets the measurements, and `needs` names the jobs in `trials.JOBS` that it requires.
+    `judge` gets the measurements, and `needs` names the jobs in `JOBS` that it requires.
     """
 
     name: str
     says: str
     how: str
-    judge: Callable[[Trials], Ruling]
+    judge: Judge
     needs: tuple[str, ...] = ()
+
+
+CLAIMS: dict[str, Claim] = {}
+
+
+def claim(name: str, says: str, how: str, *needs: str) -> Callable[[Judge], Judge]:
+    """Adds a claim to `CLAIMS`; the decorated function judges it."""
+
+    def add(judge: Judge) -> Judge:
+        CLAIMS[name] = Claim(name, says, how, judge, needs)
+        return judge
+
+    return add
 
 
 @dataclass(frozen=True)
@@ -93,10 +110,8 @@ class Verdicts(tuple[Verdict, ...]):
 
     def _repr_html_(self) -> str:
         heads = "".join(f"<th>{head}</th>" for head in _HEADS)
-        return (
-            "<table"
-            f' class="labkit-claims"><thead><tr>{heads}</tr></thead><tbody>{"".join(map(_row, self))}</tbody></table>'
-        )
+        rows = "".join(map(_row, self))
+        return f'<table class="labkit-claims"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
 
     def __rich__(self) -> Table:
         from rich.table import Column, Table
@@ -133,16 +148,9 @@ def ask(code: str) -> tuple[Any, str]:
     """Runs Python code. Returns the JSON value of its last line of output, and the error as one line; one of them is
     empty."""
     path = os.pathsep.join(part for part in (_HOME, os.environ.get("PYTHONPATH")) if part)
-    command = [sys.executable, "-W", "ignore", "-c", code]
+    command, environment = [sys.executable, "-W", "ignore", "-c", code], os.environ | {"PYTHONPATH": path}
     try:
-        done = subprocess.run(
-            command,
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT,
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT)
     except subprocess.TimeoutExpired:
         return None, f"no answer within {_TIMEOUT:g} s"
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
@@ -152,9 +160,6 @@ def ask(code: str) -> tuple[Any, str]:
 
 
 BEHAVIOUR = "import json; from labkit.course.claims.in_torch import behaviour; print(json.dumps(behaviour()))"
-
-
-# ---- runs
 
 
 # ---- the runs behind measured claims
@@ -274,34 +279,9 @@ def _speed(summary: dict[str, Any] | None, spec: Spec) -> float | None:
 _STATES = ("parameters", "gradients", "optimizer")
 
 
-def ddp_over_dp(trials: Trials) -> Ruling:
-    """DDP versus DP, two devices each."""
-    return _between(trials, "ddp", "dp", 1.2, 1.5)
-
-
-def two_devices(trials: Trials) -> Ruling:
-    """DDP on two devices versus one device, batch size 128 per device."""
-    return _between(trials, "ddp", "single", 1.8, 1.9)
-
-
-def small_speedup(trials: Trials) -> Ruling:
-    """DDP on two devices versus one, with the CNN; 1.29 to two digits, give or take the noise of such a run."""
-    return _between(trials, "ddp", "single", 1.29 * (1 - _TOLERANCE), 1.29 * (1 + _TOLERANCE))
-
-
-def ddp_overhead(trials: Trials) -> Ruling:
-    """DDP on two devices versus one, the same samples per device: 5 to 10 % more time per step."""
-    return _between(trials, "ddp", "single", 2 / 1.1, 2 / 1.05)
-
-
-def dp_for_small(trials: Trials) -> Ruling:
-    """DP versus DDP with the smallest model."""
-    return _between(trials, "dp of an mlp", "ddp of an mlp", 1.0, math.inf)
-
-
-def fsdp_for_small(trials: Trials) -> Ruling:
-    """FSDP versus DDP with the CNN: 10 to 20 % more time is 1/1.2 to 1/1.1 of the speed."""
-    return _between(trials, "fsdp2", "ddp", 1 / 1.2, 1 / 1.1)
+def _compared(name: str, says: str, job: str, other: str, low: float, high: float) -> None:
+    """Adds the claim that the ratio of the two jobs' speeds is in this range."""
+    claim(name, says, "measured", other, job)(partial(_between, job=job, other=other, low=low, high=high))
 
 
 def _between(trials: Trials, job: str, other: str, low: float, high: float) -> Ruling:
@@ -345,14 +325,9 @@ _FSDP = {"fsdp2": 1.8, "fsdp2 on 4": 3.7, "fsdp2 on 8": 7.5}
 _TOLERANCE = 0.05  # relative difference from a claimed figure
 
 
-def ddp_scaling(trials: Trials) -> Ruling:
-    """DDP on 2, 4 and 8 devices versus one."""
-    return _scaling(trials, _DDP)
-
-
-def fsdp_scaling(trials: Trials) -> Ruling:
-    """FSDP2 on 2, 4 and 8 devices versus one."""
-    return _scaling(trials, _FSDP)
+def _scales(name: str, says: str, claimed_of: Mapping[str, float]) -> None:
+    """Adds the claim that jobs are so many times as fast as one device."""
+    claim(name, says, "measured", "single", *claimed_of)(partial(_scaling, claimed_of=claimed_of))
 
 
 def _scaling(trials: Trials, claimed_of: Mapping[str, float]) -> Ruling:
@@ -370,6 +345,20 @@ def _scaling(trials: Trials, claimed_of: Mapping[str, float]) -> Ruling:
     return Ruling(_verdict(right), f"GPUs: {words}.", figures)
 
 
+_compared("two-gpus", "2 GPUs are 1.8 to 1.9 times as fast", "ddp", "single", 1.8, 1.9)
+_compared("ddp-dp", "DDP is 20 to 50 % faster than DP on one machine", "ddp", "dp", 1.2, 1.5)
+_compared("dp-small", "DP is better for small models", "dp of an mlp", "ddp of an mlp", 1.0, math.inf)
+# 10 to 20 % more time is 1 / 1.2 to 1 / 1.1 of the speed
+_compared("fsdp-small", "FSDP costs 10 to 20 % on small models", "fsdp2", "ddp", 1 / 1.2, 1 / 1.1)
+_near = 1.29 * (1 - _TOLERANCE), 1.29 * (1 + _TOLERANCE)  # two digits, give or take the noise of such a run
+_compared("speedup-129", "2 GPUs train a small CNN 1.29 times as fast as one", "ddp", "single", *_near)
+# 5 to 10 % more time per step, with the same samples per device
+_compared("ddp-overhead", "The overhead of DDP is 5 to 10 %", "ddp", "single", 2 / 1.1, 2 / 1.05)
+_scales("scaling", "DDP scales by 1.9, 3.5 and 6 on 2, 4 and 8 GPUs", _DDP)
+_scales("fsdp-scaling", "FSDP scales by 1.8, 3.7 and 7.5 on 2, 4 and 8 GPUs", _FSDP)
+
+
+@claim("fsdp-memory", "FSDP halves memory on 2 GPUs", "measured", "ddp", "fsdp2")
 def fsdp_memory(trials: Trials) -> Ruling:
     """By owner, FSDP2 versus DDP on two devices. Tensors have the same size on CPU ranks as on GPUs, so CPU ranks
     decide it."""
@@ -380,31 +369,28 @@ def fsdp_memory(trials: Trials) -> Ruling:
     total = sum(map(sharded.get, fractions)) / sum(map(whole.get, fractions))
     halved = [_is_half(fractions[owner]) for owner in _STATES if owner in fractions]
     verdict = HOLDS if all(halved) and _is_half(total) else PARTLY if any(halved) else FAILS
-    cells = (
+    cells = [
         f"{owner} {size(whole[owner])} → {size(sharded[owner])} (× {factor:.2f})" for owner, factor in fractions.items()
-    )
+    ]
     kind = "GPUs" if trials.device == "cuda" else "CPU ranks"
     words = f"{kind}, cnn, batch size 128, one rank of two, DDP → FSDP2: {', '.join(cells)}; total × {total:.2f}. "
     why = "Sharded memory is halved; activations depend on the samples of a rank and do not change."
-    return Ruling(
-        verdict, words + why, {owner: (factor,) for owner, factor in fractions.items()} | {"together": (total,)}
-    )
+    figures = {owner: (factor,) for owner, factor in fractions.items()}
+    return Ruling(verdict, words + why, figures | {"together": (total,)})
 
 
 def _is_half(fraction: float) -> bool:
     return 0.45 <= fraction <= 0.55
 
 
+@claim("pin-memory", "pin_memory with non_blocking gains 15 to 20 %", "measured", "pinned", "pageable")
 def pinned_memory(trials: Trials) -> Ruling:
     """With both settings versus without, on one GPU. CPU ranks copy nothing to a device, so there is nothing to
     measure."""
     ratios = trials.ratios("pinned", "pageable")
     if not ratios:
-        ruling = _without(trials, ("pinned", "pageable"))
-        return Ruling(
-            OPEN,
-            f"{ruling.evidence} Both settings speed up the copy from host memory to a GPU; CPU ranks copy nothing.",
-        )
+        why = _without(trials, ("pinned", "pageable")).evidence
+        return Ruling(OPEN, f"{why} Both settings speed up the copy from host memory to a GPU; CPU ranks copy nothing.")
     speed = f"{_times(ratios)} as many samples per second with both settings as with neither{_spread(ratios)}"
     words = f"One GPU, cnn, whole batches loaded at once: {speed}."
     return Ruling(_verdict([1.15 <= ratio <= 1.2 for ratio in ratios]), words, {"with / without": ratios})
