@@ -54,7 +54,7 @@ _PLACES = {  # by topic its lab, and the module with its exercises
     "build_model_parallel": ("14_build_model_parallel", "build_strategies"),
     "mixture_of_experts": ("15_mixture_of_experts", "model_parallel"),
     "long_context": ("16_long_context", "model_parallel"),
-    "capstone": ("17_capstone", "capstone"),
+    "capstone": ("17_capstone", "layouts"),
     "one_device": ("18_one_device", "one_device"),
     "clusters": ("19_clusters", "layouts"),
     "profiles": ("20_profiles", "one_device"),

@@ -182,18 +182,18 @@ def _fsdp(answer: Any) -> str:
 
 EXERCISES = {
     "build_data_parallel.naive": Exercise(
-        "All-reduce after backward", _naive, solution("build_data_parallel", "average_gradients"), runs="code"
+        "All-reduce after backward", _naive, solution("build_strategies", "average_gradients"), runs="code"
     ),
     "build_data_parallel.hooks": Exercise(
-        "All-reduce during backward", _hooks, solution("build_data_parallel", "Overlapped"), runs="code"
+        "All-reduce during backward", _hooks, solution("build_strategies", "Overlapped"), runs="code"
     ),
     "build_data_parallel.buckets": Exercise(
-        "Buckets and no_sync", _buckets, solution("build_data_parallel", "Bucketed"), runs="code"
+        "Buckets and no_sync", _buckets, solution("build_strategies", "Bucketed"), runs="code"
     ),
-    "build_data_parallel.zero1": Exercise("ZeRO-1", _zero1, solution("build_data_parallel", "ZeRO1"), runs="code"),
-    "build_data_parallel.zero2": Exercise("ZeRO-2", _zero2, solution("build_data_parallel", "ZeRO2"), runs="code"),
+    "build_data_parallel.zero1": Exercise("ZeRO-1", _zero1, solution("build_strategies", "ZeRO1"), runs="code"),
+    "build_data_parallel.zero2": Exercise("ZeRO-2", _zero2, solution("build_strategies", "ZeRO2"), runs="code"),
     "build_data_parallel.fsdp": Exercise(
-        "One unit of FSDP", _fsdp, solution("build_data_parallel", "Unit", "GatherAndCompute"), runs="code"
+        "One unit of FSDP", _fsdp, solution("build_strategies", "Unit", "GatherAndCompute"), runs="code"
     ),
 }
 
@@ -348,37 +348,37 @@ EXERCISES |= {
     "build_model_parallel.column_row": Exercise(
         "An MLP by columns and rows",
         _column_row,
-        solution("build_model_parallel", "summed", "F", "G", "ParallelMLP"),
+        solution("build_strategies", "summed", "F", "G", "ParallelMLP"),
         runs="code",
     ),
     "build_model_parallel.sequence": Exercise(
         "Sequence parallelism",
         _sequence,
-        solution("build_model_parallel", "gathered", "scattered", "Gather", "Scatter", "SequenceParallelMLP"),
+        solution("build_strategies", "gathered", "scattered", "Gather", "Scatter", "SequenceParallelMLP"),
         runs="code",
     ),
     "build_model_parallel.cross_entropy": Exercise(
         "A parallel cross-entropy",
         _cross_entropy,
-        solution("build_model_parallel", "CrossEntropy", "cross_entropy"),
+        solution("build_strategies", "CrossEntropy", "cross_entropy"),
         runs="code",
     ),
     "build_model_parallel.two_stages": Exercise(
-        "1F1B with two stages", _two_stages, solution("build_model_parallel", "one_f_one_b"), runs="code"
+        "1F1B with two stages", _two_stages, solution("build_strategies", "one_f_one_b"), runs="code"
     ),
     "build_model_parallel.four_stages": Exercise(
-        "1F1B with four stages", _four_stages, solution("build_model_parallel", "one_f_one_b"), runs="code"
+        "1F1B with four stages", _four_stages, solution("build_strategies", "one_f_one_b"), runs="code"
     ),
     "build_model_parallel.ring_attention": Exercise(
         "Ring attention",
         _ring_attention,
-        solution("build_model_parallel", "passed_on", "pairs", "scores_of", "RingAttention", "ring_attention"),
+        solution("build_strategies", "passed_on", "pairs", "scores_of", "RingAttention", "ring_attention"),
         runs="code",
     ),
     "build_model_parallel.balanced": Exercise(
         "Ring attention with balanced ranks",
         _balanced,
-        solution("build_model_parallel", "balanced_ring_attention"),
+        solution("build_strategies", "balanced_ring_attention"),
         runs="code",
     ),
 }
@@ -545,7 +545,7 @@ EXERCISES |= {
         "A plan for a block",
         _plan,
         "The names and the dimension of the positions differ between learners; the verdict on an empty answer has"
-        f" them.\n\n{solution('dtensor', 'parallelize')}",
+        f" them.\n\n{solution('build_strategies', 'parallelize')}",
         task=_task,
         runs="code",
     ),

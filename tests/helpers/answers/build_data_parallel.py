@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.course.build.solutions import build_data_parallel as data_parallel
+from labkit.course.build.solutions import build_strategies as data_parallel
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -151,7 +151,7 @@ MORE = [
     ("hooks", WAITS, "overlap: in step 0, rank 0 waits for a call of all_reduce while backward"),
     ("hooks", UNEQUAL, "losses: in step 0, rank 1 has"),
     ("hooks", Finished, "no finished API: rank 0 calls torch.nn.parallel.distributed.DistributedDataParallel.__init__"),
-    ("hooks", Imports, "imports labkit.course.build.solutions.build_data_parallel, which belongs to the judge"),
+    ("hooks", Imports, "imports labkit.course.build.solutions.build_strategies, which belongs to the judge"),
     ("buckets", SYNCS, "bytes sent: in step 2, rank 0 sends"),
     ("zero1", AdamEverywhere, "memory: between two steps, rank 0 has"),
     ("zero1", Redundant, "calls torch.distributed.optim"),

@@ -8,7 +8,7 @@ from answers.mutants import mutant
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
 
-from labkit.course.build.solutions import build_model_parallel as model_parallel
+from labkit.course.build.solutions import build_strategies as model_parallel
 
 
 class WholeMLP(nn.Module):

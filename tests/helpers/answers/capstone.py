@@ -8,7 +8,7 @@ from answers.profiles import changed, script
 from labkit import run
 from labkit.course.build.solutions import capstone as mesh
 from labkit.course.build.starters import mesh_training
-from labkit.course.exercises import capstone
+from labkit.course.exercises import layouts as capstone
 
 TWIN = {"workload": "gpt", "nproc": 4, "device": "cpu", "batch_size": 1, "steps": 5, "samples": 20}
 STARTER = Path(mesh_training.__file__).read_text(encoding="utf-8")

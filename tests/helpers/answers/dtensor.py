@@ -5,7 +5,7 @@ from pathlib import Path
 
 from answers.mutants import mutant
 
-from labkit.course.build.solutions import dtensor as plan
+from labkit.course.build.solutions import build_strategies as plan
 from labkit.course.exercises.build_strategies import block_of_learner
 
 

@@ -5,8 +5,8 @@ import torch.distributed as dist
 from answers.mutants import mutant
 from torch import nn
 
-from labkit.course.build.solutions import build_data_parallel as data
-from labkit.course.build.solutions import build_model_parallel as model
+from labkit.course.build.solutions import build_strategies as data
+from labkit.course.build.solutions import build_strategies as model
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
