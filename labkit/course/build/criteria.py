@@ -408,6 +408,11 @@ def _stores(records: Sequence[Record]) -> None:
             )
 
 
+def _each_step(records: Sequence[Record]) -> Iterator[tuple[Record, int]]:
+    """The steps of each rank: its record, and the number of the step."""
+    return ((record, step) for record in records for step in record.steps())
+
+
 def results(records: Sequence[Record]) -> None:
     """Every rank has the losses of a single device, and ends with its parameters, gradients and outputs."""
     hint = next((f"; {record.hint}" for record in records if record.hint), "")
@@ -435,15 +440,14 @@ def results(records: Sequence[Record]) -> None:
 def sent_per_step(records: Sequence[Record], expected: Bytes, why: str) -> None:
     """Every rank sends `expected(record)` bytes in each step, which are not zeros; `why` says what that number consists
     of."""
-    for record in records:
-        for step in record.steps():
-            wanted, got = expected(record), record.sent(step)
-            if abs(got - wanted) > SLACK * wanted:
-                raise Wrong(
-                    f"bytes sent: in step {step}, rank {record.rank} sends {size(got)}, expected {size(wanted)} ({why})"
-                    f"; it calls {calls_in_words(record, step)}"
-                )
-            _no_zeros(record, step)
+    for record, step in _each_step(records):
+        wanted, got = expected(record), record.sent(step)
+        if abs(got - wanted) > SLACK * wanted:
+            raise Wrong(
+                f"bytes sent: in step {step}, rank {record.rank} sends {size(got)}, expected {size(wanted)} ({why})"
+                f"; it calls {calls_in_words(record, step)}"
+            )
+        _no_zeros(record, step)
 
 
 def _no_zeros(record: Record, step: int) -> None:
@@ -459,19 +463,18 @@ def _no_zeros(record: Record, step: int) -> None:
 def reduced(records: Sequence[Record]) -> None:
     """What a rank contributes to sums over the ranks in a step are the gradients of its own samples, whole or divided
     by the number of ranks: their norm is the one of a single device. Sends and receives are not compared."""
-    for record in records:
-        for step in record.steps():
-            events = [event for event in record.of_step(step) if event.op in ("all_reduce", "reduce_scatter", "reduce")]
-            if sum(event.sent for event in events) < record.sent(step) / 4:
-                continue
-            expected = math.sqrt(record.figures["squares"][step])
-            squares = sum(event.squares for event in events)
-            got = math.sqrt(squares) if squares >= 0 else math.nan
-            if not any(abs(got - expected / by) <= NORM * expected / by for by in (1, len(records))):
-                raise Wrong(
-                    f"content: in step {step}, rank {record.rank} contributes tensors of norm {got:.4g} to the sums"
-                    f" over the ranks, expected {expected:.4g}, the norm of the gradients of its own samples"
-                )
+    for record, step in _each_step(records):
+        events = [event for event in record.of_step(step) if event.op in ("all_reduce", "reduce_scatter", "reduce")]
+        if sum(event.sent for event in events) < record.sent(step) / 4:
+            continue
+        expected = math.sqrt(record.figures["squares"][step])
+        squares = sum(event.squares for event in events)
+        got = math.sqrt(squares) if squares >= 0 else math.nan
+        if not any(abs(got - expected / by) <= NORM * expected / by for by in (1, len(records))):
+            raise Wrong(
+                f"content: in step {step}, rank {record.rank} contributes tensors of norm {got:.4g} to the sums"
+                f" over the ranks, expected {expected:.4g}, the norm of the gradients of its own samples"
+            )
 
 
 def memory(records: Sequence[Record], moment: str, most: Bytes, why: str) -> None:
@@ -492,30 +495,27 @@ def overlap(records: Sequence[Record], fraction: float) -> float:
     """At least this fraction of a step's bytes is sent by calls that start before the last matrix product of backward,
     and that are not waited for before it. Returns the smallest fraction."""
     least = 1.0
-    for record in records:
-        for step in record.steps():
-            ends = max(
-                index
-                for index, event in enumerate(record.events)
-                if event.op == COMPUTE and event.step == step and event.phase == "backward"
+    for record, step in _each_step(records):
+        ends = max(
+            index
+            for index, event in enumerate(record.events)
+            if event.op == COMPUTE and event.step == step and event.phase == "backward"
+        )
+        waits = [
+            event for event in record.events[:ends] if event.op == WAIT and event.step == step and event.of is not None
+        ]
+        if waits:
+            raise Wrong(
+                f"overlap: in step {step}, rank {record.rank} waits for a call of {record.events[waits[0].of].op}"
+                " while backward still has layers to compute; start it with async_op=True and wait in finish()"
             )
-            waits = [
-                event
-                for event in record.events[:ends]
-                if event.op == WAIT and event.step == step and event.of is not None
-            ]
-            if waits:
-                raise Wrong(
-                    f"overlap: in step {step}, rank {record.rank} waits for a call of {record.events[waits[0].of].op}"
-                    " while backward still has layers to compute; start it with async_op=True and wait in finish()"
-                )
-            early = sum(event.sent for event in record.events[:ends] if event.step == step)
-            if early < fraction * record.sent(step):
-                raise Wrong(
-                    f"overlap: in step {step}, rank {record.rank} sends {early / record.sent(step):.0%} of its bytes by"
-                    f" calls that start before backward ends, expected at least {fraction:.0%}"
-                )
-            least = min(least, early / record.sent(step))
+        early = sum(event.sent for event in record.events[:ends] if event.step == step)
+        if early < fraction * record.sent(step):
+            raise Wrong(
+                f"overlap: in step {step}, rank {record.rank} sends {early / record.sent(step):.0%} of its bytes by"
+                f" calls that start before backward ends, expected at least {fraction:.0%}"
+            )
+        least = min(least, early / record.sent(step))
     return least
 
 
@@ -549,9 +549,10 @@ def sent_between(records: Sequence[Record], least: Bytes, most: Bytes, why: str)
         for step in record.steps():
             bound = crossed(record.sent(step), least(record), most(record), size)
             if bound:
+                consists = f" ({why})" if why else ""
                 raise Wrong(
                     f"bytes sent: in step {step}, rank {record.rank} sends {size(record.sent(step))}, expected {bound}"
-                    f"{f' ({why})' if why else ''}; it calls {calls_in_words(record, step)}"
+                    f"{consists}; it calls {calls_in_words(record, step)}"
                 )
         _no_zeros(record, 0)
 
@@ -572,17 +573,16 @@ def axes(event: Event, rank: int, mesh: Mapping[str, int]) -> list[str]:
 
 def groups(records: Sequence[Record], mesh: Mapping[str, int], most: float) -> None:
     """In a step, no rank sends more than `most` bytes by calls whose ranks differ along several axes of a mesh."""
-    for record in records:
-        for step in record.steps():
-            crossing = [event for event in record.of_step(step) if len(axes(event, record.rank, mesh)) > 1]
-            if sum(event.sent for event in crossing) > most:
-                event = max(crossing, key=lambda event: event.sent)
-                ranks = [record.rank, event.peer] if event.op in ("send", "recv") else event.among or ["all"]
-                raise Wrong(
-                    f"groups: in step {step}, rank {record.rank} calls {event.op} with a group of the ranks"
-                    f" {', '.join(map(str, ranks))}, which differ along {' and '.join(axes(event, record.rank, mesh))};"
-                    " a group along one axis has ranks that differ along this axis only"
-                )
+    for record, step in _each_step(records):
+        crossing = [event for event in record.of_step(step) if len(axes(event, record.rank, mesh)) > 1]
+        if sum(event.sent for event in crossing) > most:
+            event = max(crossing, key=lambda event: event.sent)
+            ranks = [record.rank, event.peer] if event.op in ("send", "recv") else event.among or ["all"]
+            raise Wrong(
+                f"groups: in step {step}, rank {record.rank} calls {event.op} with a group of the ranks"
+                f" {', '.join(map(str, ranks))}, which differ along {' and '.join(axes(event, record.rank, mesh))};"
+                " a group along one axis has ranks that differ along this axis only"
+            )
 
 
 def sent_along(
@@ -590,15 +590,14 @@ def sent_along(
 ) -> None:
     """Every rank sends `least` to `most(record)` bytes in each step to ranks that differ from it along one axis of a
     mesh; `why` says what these consist of."""
-    for record in records:
-        for step in record.steps():
-            got = sent_in(record, step, mesh, axis)
-            bound = crossed(got, least(record), most(record), size)
-            if bound:
-                raise Wrong(
-                    f"bytes sent: in step {step}, rank {record.rank} sends {size(got)} along the {axis} axis, expected"
-                    f" {bound} ({why})"
-                )
+    for record, step in _each_step(records):
+        got = sent_in(record, step, mesh, axis)
+        bound = crossed(got, least(record), most(record), size)
+        if bound:
+            raise Wrong(
+                f"bytes sent: in step {step}, rank {record.rank} sends {size(got)} along the {axis} axis, expected"
+                f" {bound} ({why})"
+            )
 
 
 def sent_in(record: Record, step: int, mesh: Mapping[str, int], axis: str) -> float:
@@ -623,29 +622,27 @@ def computed(
     """In these phases of a step, the matrix products of a rank take `least` to `most(record)` operations, and all other
     operators at most `others` times as many as these compute elements."""
     named = " and ".join(phases)
-    for record in records:
-        for step in record.steps():
-            made = record.flops(step, *phases)
-            bound = crossed(made, least(record), most(record), "{:,.0f}".format)
-            if bound:
-                raise Wrong(
-                    f"computation: in {named} of step {step}, the matrix products of rank {record.rank} take {made:,}"
-                    f" operations, expected {bound} ({why})"
-                )
+    for record, step in _each_step(records):
+        made = record.flops(step, *phases)
+        bound = crossed(made, least(record), most(record), "{:,.0f}".format)
+        if bound:
+            raise Wrong(
+                f"computation: in {named} of step {step}, the matrix products of rank {record.rank} take {made:,}"
+                f" operations, expected {bound} ({why})"
+            )
     elements(records, phases, most, why, others)
 
 
 def elements(records: Sequence[Record], phases: Sequence[str], of: Bytes, why: str, times: float) -> None:
     """In these phases of a step, all operators but matrix products compute at most `times` × `of(record)` elements."""
     named = " and ".join(phases)
-    for record in records:
-        for step in record.steps():
-            made, high = record.operations(step, *phases) - record.flops(step, *phases), times * of(record)
-            if made > high:
-                raise Wrong(
-                    f"computation: in {named} of step {step}, rank {record.rank} computes {made:,} elements outside of"
-                    f" matrix products, expected at most {high:,.0f} ({why})"
-                )
+    for record, step in _each_step(records):
+        made, high = record.operations(step, *phases) - record.flops(step, *phases), times * of(record)
+        if made > high:
+            raise Wrong(
+                f"computation: in {named} of step {step}, rank {record.rank} computes {made:,} elements outside of"
+                f" matrix products, expected at most {high:,.0f} ({why})"
+            )
 
 
 def neighbours(records: Sequence[Record], ring: bool) -> None:

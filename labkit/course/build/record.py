@@ -114,8 +114,13 @@ class Record:
 Given = dict[str, Any]  # what one rank is given: tensors by name
 Results = dict[str, "Tensor"]  # what one rank ends with, by name
 CLOSE = 1e-3  # relative difference below which a mistake explains a result
-
 _NAMED = 3  # results that a hint names
+
+
+def loaded(model: Any, given: Given, prefix: str = "") -> Any:
+    """A model of torch with the parameters that a rank was given, whose names have a prefix there."""
+    model.load_state_dict({name: given[f"{prefix}{name}"] for name in model.state_dict()})
+    return model
 
 
 @dataclass

@@ -175,7 +175,7 @@ def judge(answer: Any, task: Task | None = None) -> str:
         _ran(run, when)
         _streams(run, when, task)
         if number == 0:
-            trained.append(_epoch(run, 0, task, when))
+            trained.append(_rest(run, 0, task, f"a whole epoch of {when}", []))
             _works(run, task)
             _mixed(trained[0])
             trained.append(_interrupted(run, 1, task, when, 0, []))
@@ -183,8 +183,8 @@ def judge(answer: Any, task: Task | None = None) -> str:
         elif number == 1:
             trained[1] += _interrupted(run, 0, task, when, 1, trained[1])
         else:
-            trained[1] += _rest(run, task, when, trained[1])
-            trained.append(_epoch(run, 1, task, when))
+            trained[1] += _rest(run, 0, task, when, trained[1])
+            trained.append(_rest(run, 1, task, f"a whole epoch of {when}", []))
             _reordered(trained, task)
         for rank in run:
             if rank.state_bytes > STATE:
@@ -263,12 +263,7 @@ def _works(run: Sequence[Rank], task: Task) -> None:
         )
 
 
-def _epoch(run: Sequence[Rank], epoch: int, task: Task, when: str) -> Batches:
-    """The batches of a whole epoch, in which no sample is missing but the rest."""
-    return _rest(run, task, f"a whole epoch of {when}", [], epoch)
-
-
-def _rest(run: Sequence[Rank], task: Task, when: str, before: Batches, epoch: int = 0) -> Batches:
+def _rest(run: Sequence[Rank], epoch: int, task: Task, when: str, before: Batches) -> Batches:
     """The batches of an epoch that is made to its end, after those of earlier runs."""
     batches = _batches(run, epoch, task, when)
     _once(run, epoch, task, when, before)
@@ -283,12 +278,12 @@ def _rest(run: Sequence[Rank], task: Task, when: str, before: Batches, epoch: in
     missing = sorted(set(_samples(task)) - seen)
     most = len(run) * task.batch - 1
     if len(missing) > most:
-        why = (
-            "the rest that does not fill a batch on every rank is smaller"
-            if not before
-            else "a worker may have read it before the interruption, but no rank got it: what counts is what left the"
-            " loader"
-        )
+        why = "the rest that does not fill a batch on every rank is smaller"
+        if before:
+            why = (
+                "a worker may have read it before the interruption, but no rank got it: what counts is what left the"
+                " loader"
+            )
         raise Wrong(
             f"missing: in {when}, {len(missing)} of {task.total} samples were on no rank in this epoch, such as"
             f" {_name(missing[0])}, expected at most {most}; {why}"

@@ -181,7 +181,9 @@ _COUNTED = ("parameters", "gradients", "optimizer", "activations")
 
 
 def _fits(answer: Any) -> str:
-    summary = _finished(answer)
+    summary = finished(answer).summary()
+    if not summary["strategy"]:
+        raise Wrong("this run uses a script; choose a strategy instead")
     spec = answer.state.spec.to_spec()
     if spec.workload != "cnn" or spec.nproc != 2:
         raise Wrong(f"the run must train the cnn on 2 ranks, got {spec.workload} on {spec.nproc}")
@@ -201,13 +203,6 @@ def _fits(answer: Any) -> str:
 def _counted(memory: dict[str, float]) -> float:
     """Bytes of the owners that count against the budget."""
     return sum(memory.get(owner, 0) for owner in _COUNTED)
-
-
-def _finished(answer: Any) -> dict[str, Any]:
-    summary = finished(answer).summary()
-    if not summary["strategy"]:
-        raise Wrong("this run uses a script; choose a strategy instead")
-    return summary
 
 
 EXERCISES |= {

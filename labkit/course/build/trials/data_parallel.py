@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.course.build.ranks.recorder import Recorder
-from labkit.course.build.record import Expected, Given
+from labkit.course.build.record import Expected, Given, loaded
 
 WIDTH, LAYERS, SAMPLES, RATE = 512, 6, 8, 1.0
 STEPS = 4
@@ -48,19 +48,13 @@ def loss_of(model: Callable[[Tensor], Tensor], given: Given, step: int, part: sl
     return nn.functional.mse_loss(model(given["inputs"][step][part]), given["targets"][step][part])
 
 
-def _model(given: Given) -> nn.Sequential:
-    model = network()
-    model.load_state_dict({name: given[name] for name in model.state_dict()})
-    return model
-
-
 _WITH_SGD = ("naive", "hooks", "buckets")
 _WHOLE_PARAMETERS = ("naive", "hooks", "buckets", "zero")  # trials after which a rank has all of each parameter
 
 
 def expect(trial: str, given: list[Given]) -> list[Expected]:
     """Trains on the samples of all ranks on this device: for each rank losses, gradients and final parameters."""
-    model, ranks = _model(given[0]), len(given)
+    model, ranks = loaded(network(), given[0]), len(given)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), RATE) if trial in _WITH_SGD else adam(model.parameters())
     expected = [Expected() for _ in given]
@@ -170,7 +164,7 @@ def buckets(answer: Any, recorder: Recorder, given: Given) -> None:
 
 def _begin(recorder: Recorder, given: Given) -> nn.Sequential:
     """The network of this rank. The parameters that it was given are freed."""
-    model, figures = _model(given), recorder.record.figures
+    model, figures = loaded(network(), given), recorder.record.figures
     for name in model.state_dict():
         del given[name]
     recorder.ignore(given["inputs"], given["targets"])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.course.build.ranks.recorder import Recorder
-from labkit.course.build.record import BACKWARD, FORWARD, OUTSIDE, Expected, Given
+from labkit.course.build.record import BACKWARD, FORWARD, OUTSIDE, Expected, Given, loaded
 
 COUNT, SAMPLES, WIDTH, STEPS, RATE = 6, 4, 32, 3, 1.0
 LAST_ONLY = "the gradients of {names} are those of the last micro-batch alone: they must add up over all of them"
@@ -32,15 +32,9 @@ def draw(trial: str, ranks: int) -> list[Given]:
     return given
 
 
-def _loaded(given: Given) -> nn.Sequential:
-    stage = _stage()
-    stage.load_state_dict({name: given[name] for name in stage.state_dict()})
-    return stage
-
-
 def expect(trial: str, given: list[Given]) -> list[Expected]:
     """The losses of all stages on a single device, the gradients of the first step and the final parameters."""
-    stages = [_loaded(rank) for rank in given]
+    stages = [loaded(_stage(), rank) for rank in given]
     model, expected = nn.Sequential(*stages), [Expected() for _ in given]
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     for step in range(STEPS):
@@ -96,7 +90,7 @@ def schedule(answer: Any, recorder: Recorder, given: Given) -> None:
     rank, ranks, record = dist.get_rank(), dist.get_world_size(), recorder.record
     record.figures |= {"count": COUNT, "activation": SAMPLES * WIDTH * 4}
     record.figures["product"] = 2 * COUNT * SAMPLES * WIDTH * WIDTH  # operations of one layer in forward
-    stage = _loaded(given)
+    stage = loaded(_stage(), given)
     order = _Order(recorder, stage)
     optimizer = torch.optim.SGD(stage.parameters(), RATE)
     for step in range(STEPS):

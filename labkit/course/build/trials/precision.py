@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.course.build.ranks.recorder import Recorder
-from labkit.course.build.record import OUTSIDE, Expected, Given
+from labkit.course.build.record import OUTSIDE, Expected, Given, loaded
 
 # ---- what is drawn at grading, and what a single device makes of it
 
@@ -85,7 +85,7 @@ def _expect_step(given: list[Given]) -> list[Expected]:
     """Trains as described on this device: losses of each rank, the final parameters and an output."""
     expected = [Expected() for _ in given]
     right = _trained(given, losses=[rank.losses for rank in expected])
-    start = _loaded(given[0])
+    start = loaded(_network(), given[0])
     for rank, mine in zip(expected, given):
         _expects(rank, right, start)
         rank.expects("output", right(mine["inputs"][STEPS].half()).float())
@@ -108,12 +108,6 @@ def _expects(rank: Expected, model: nn.Module, start: nn.Module) -> None:
         rank.expects(f"parameter {name}", parameter.float(), before)
 
 
-def _loaded(given: Given) -> nn.Sequential:
-    model = _network()
-    model.load_state_dict({name: given[name] for name in model.state_dict()})
-    return model
-
-
 def loss_of(model: nn.Module, given: Given, step: int) -> Tensor:
     """The mean squared error of a rank's samples; the model computes in fp16, the loss in fp32."""
     return nn.functional.mse_loss(model(given["inputs"][step].half()).float(), given["targets"][step])
@@ -129,8 +123,8 @@ def _trained(
     reduced: torch.dtype = torch.float16,
 ) -> nn.Sequential:
     """The fp16 model after all steps, or what becomes of it if something is left out. Adds the losses by rank."""
-    model = _loaded(given[0]).half()
-    copies = [nn.Parameter(parameter) for parameter in _loaded(given[0]).parameters()]
+    model = loaded(_network(), given[0]).half()
+    copies = [nn.Parameter(parameter) for parameter in loaded(_network(), given[0]).parameters()]
     optimizer, scale = adam(copies), given[0]["scale"] if scaled else 1.0
     for step in range(STEPS):
         sums = [torch.zeros_like(parameter, dtype=reduced) for parameter in model.parameters()]
@@ -264,7 +258,7 @@ def _expect_cases(given: Given) -> Expected:
 
 def step(answer: Any, recorder: Recorder, given: Given) -> None:
     """`answer(model, make_optimizer, scale)` is created with the fp32 model; `step(loss)` is called after forward."""
-    model, record = _loaded(given), recorder.record
+    model, record = loaded(_network(), given), recorder.record
     for name in model.state_dict():
         del given[name]
     recorder.ignore(given["inputs"], given["targets"])

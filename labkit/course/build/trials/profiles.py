@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from labkit.course.build.ranks.recorder import Recorder
-from labkit.course.build.record import Expected, Given
+from labkit.course.build.record import Expected, Given, loaded
 from labkit.course.build.starters.slow_training import (
     HEADS,
     LAYERS,
@@ -47,8 +47,7 @@ def draw(trial: str, ranks: int) -> list[Given]:
 
 def expect(trial: str, given: list[Given]) -> list[Expected]:
     """Trains on the micro-batches of all ranks on this device: for each rank its losses and the final parameters."""
-    model = Model()
-    model.load_state_dict(_parameters(given[0]))
+    model = loaded(Model(), given[0])
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
     expected = [Expected() for _ in given]
@@ -105,15 +104,15 @@ def train(answer: Any, recorder: Recorder, given: Given) -> None:
     figures["gradients"] = sum(parameter.nbytes for parameter in parameters.values())
     figures["micro_batches"] = MICRO_BATCHES
     figures["scores"] = LAYERS * MICRO_BATCHES * SAMPLES * HEADS * POSITIONS**2  # elements of attention's scores
-    training, loaded = answer(text, parameters), []
+    training, taken = answer(text, parameters), []
     for step in range(STEPS):
         with recorder.during("data", step):
             batches = [training.load(some) for some in starts[step]]
-        loaded += [_loaded(batch) for batch in batches]
+        taken += [_loaded(batch) for batch in batches]
         with recorder.during("step", step):
             loss = training.step(batches)
         recorder.record.losses.append(float(loss))
         del batches
-    for name, tensors in zip(_LOADED, zip(*loaded)):
+    for name, tensors in zip(_LOADED, zip(*taken)):
         recorder.results[name] = torch.stack(tensors)
     recorder.keep_parameters(training.parameters().items())

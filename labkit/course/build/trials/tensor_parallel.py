@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.course.build.ranks.recorder import Recorder
-from labkit.course.build.record import OUTSIDE, Expected, Given
+from labkit.course.build.record import OUTSIDE, Expected, Given, loaded
 
 TOKENS, WIDTH, HIDDEN, STEPS, RATE = 16, 32, 128, 4, 0.5
 VOCABULARY, SCALES = 512, (1.0, 10.0, 1_000.0)
@@ -127,8 +127,7 @@ class _Model:
     """A replicated linear layer, then the MLP, with SGD."""
 
     def __init__(self, mlp: nn.Module, given: Given):
-        self.before, self.mlp = nn.Linear(WIDTH, WIDTH), mlp
-        self.before.load_state_dict({name: given[name] for name in ("weight", "bias")})
+        self.before, self.mlp = loaded(nn.Linear(WIDTH, WIDTH), given), mlp
         self._optimizer = torch.optim.SGD([*self.before.parameters(), *mlp.parameters()], RATE)
 
     def errors(self, given: Given, step: int, part: Callable[[Tensor], Tensor]) -> Tensor:
@@ -190,8 +189,7 @@ def _train(
         model.update()
         recorder.record.losses.append(errors.detach().mean().item())
     recorder.results["output"] = model.errors(given, STEPS, part).detach()
-    for name, parameter in model.before.named_parameters():
-        recorder.results[f"parameter before.{name}"] = parameter.detach()
+    recorder.keep_parameters((f"before.{name}", parameter) for name, parameter in model.before.named_parameters())
 
 
 def cross_entropy(answer: Any, recorder: Recorder, given: Given) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.course.build.ranks.recorder import Recorder
-from labkit.course.build.record import OUTSIDE, Expected, Given
+from labkit.course.build.record import OUTSIDE, Expected, Given, loaded
 from labkit.course.build.starters.replica import Lighthouse, Manager
 
 WIDTH, SAMPLES, RATE = 64, 8, 0.01
@@ -79,12 +79,6 @@ def _between(least: float, most: float) -> float:
     return least + (most - least) * float(torch.rand(()))
 
 
-def _network(given: Given, before: str = "") -> Network:
-    model = Network()
-    model.load_state_dict({name: given[f"{before}{name}"] for name in model.state_dict()})
-    return model
-
-
 def _loss(model: nn.Module, given: Given, step: int) -> Tensor:
     return nn.functional.mse_loss(model(given["inputs"][step]), given["targets"][step])
 
@@ -112,11 +106,11 @@ MISTAKES: dict[str, dict[str, Any]] = {
 
 def _expect_diloco(given: list[Given]) -> list[Expected]:
     losses, point = _diloco(given)
-    start = _network(given[0])
+    start = loaded(Network(), given[0])
     expected = [Expected(losses=own) for own in losses]
     wrong = {words: _diloco(given, **mistake)[1] for words, mistake in MISTAKES.items()}
     for number, rank in enumerate(expected):
-        alone = _network(given[number])
+        alone = loaded(Network(), given[number])
         optimizer = adamw(alone)
         for step in range(len(given[number]["inputs"])):
             optimizer.zero_grad()
@@ -143,7 +137,7 @@ def _diloco(
     of the arguments says so."""
     every, rate = given[0]["every"], plain or given[0]["rate"]
     momentum = 0.0 if plain else given[0]["momentum"] if momentum is None else momentum
-    models = [_network(mine) for mine in given]
+    models = [loaded(Network(), mine) for mine in given]
     optimizers = [adamw(model) for model in models]
     point = [parameter.detach().clone() for parameter in models[0].parameters()]
     velocity = [torch.zeros_like(tensor) for tensor in point]
@@ -170,7 +164,7 @@ def _diloco(
 def outer_step(answer: Any, recorder: Recorder, given: Given) -> None:
     """`answer(model, every, rate, momentum)` is created before the first step; `after_step()` is called after each step
     of the inner optimizer."""
-    model, record = _network(given), recorder.record
+    model, record = loaded(Network(), given), recorder.record
     optimizer = adamw(model)
     every = given["every"]
     record.figures |= {"parameters": sum(parameter.nbytes for parameter in model.parameters()), "every": every}
@@ -218,7 +212,7 @@ def _is_compared(given: Given, rank: int, step: int) -> bool:
 
 
 def _expect_recovery(given: list[Given]) -> list[Expected]:
-    model, expected = _network(given[0]), [Expected() for _ in given]
+    model, expected = loaded(Network(), given[0]), [Expected() for _ in given]
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = adamw(model)
     for step in range(STEPS):
@@ -258,7 +252,7 @@ def recovery(answer: Any, recorder: Recorder, given: Given) -> None:
     meeting = [lighthouse.port, tempfile.mkdtemp(prefix="labkit-quorum-")] if lighthouse else [0, ""]
     dist.broadcast_object_list(meeting, src=0)
     port, folder = meeting
-    model = _network(given)
+    model = loaded(Network(), given)
     figures = recorder.record.figures
     figures |= {name: given[name] for name in ("victim", "kill", "back")}
     figures["parameters"] = sum(parameter.nbytes for parameter in model.parameters())
@@ -293,7 +287,7 @@ def _live(
 ) -> None:
     """A life of a replica, from step `begins` on: without knowing which step it is, unless it is the first. `dies` is
     called with the loss of each backward."""
-    model = _network(given, "new " if begins else "")
+    model = loaded(Network(), given, "new " if begins else "")
     optimizer = adamw(model)
     figures, losses = recorder.record.figures, recorder.record.losses
     calls = figures.setdefault("backwards", {})
