@@ -3,8 +3,8 @@
 This package never imports front ends.
 
 A lab asks, draws, runs and compares with public names only; where it says *Predict*, the learner's number is compared
-with the run that follows, if the run measures it. `course/pictures/` are pure functions to a plotly figure, one topic
-per module; most draw a rule or a formula and say so (`course/pictures/pipeline.py` simulates pipelines,
+with the run that follows, if the run measures it. `course/pictures/` are pure functions to a plotly figure, by
+topic; most draw a rule or a formula and say so (`course/pictures/pipeline.py` simulates pipelines,
 `course/pictures/data_parallel.py` buckets, `analysis/theory/collectives.py` the messages of collectives), and
 `pipeline.measured` and `mesh.by_axis` draw a run. `course/exercises/` has the exercises: each has a check, which says
 what is right or wrong, and the teacher's solution; the package keeps the learner's record next to the run folders, and

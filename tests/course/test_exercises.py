@@ -28,11 +28,11 @@ from labkit.course.exercises import (
     Exercise,
     Noted,
     Score,
-    capstone,
     data_parallel,
     exercise,
     exercises,
     is_empty,
+    layouts,
 )
 from labkit.record.folder import RunFolder
 from labkit.runs.guesses import Guess, document
@@ -228,7 +228,7 @@ def test_wrong_is_not_a_public_name():
     ],
 )
 def test_a_layout_of_the_capstone_is_judged_by_fit_axes_and_time(answer, words, monkeypatch):
-    monkeypatch.setattr(capstone, "case_of_learner", lambda: {"devices": 16, "machine": "a100x8", "memory": "40GB"})
+    monkeypatch.setattr(layouts, "case_of_learner", lambda: {"devices": 16, "machine": "a100x8", "memory": "40GB"})
     assert words in check("capstone.layout", answer).words
 
 

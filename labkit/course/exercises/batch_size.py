@@ -141,14 +141,17 @@ def _noise(answer: Any) -> str:
         given = given.item() if hasattr(given, "item") and getattr(given, "ndim", 1) == 0 else given
         require_number(given, f"of samples, from {call}")
         if not abs(given / case.noise - 1) <= _NEAR:
-            otherwise = "which two squared norms do you have, and how much of each is tr Σ, on average?"
-            why = explained(given, case.mistakes, otherwise, _NAMED)
-            why = why[0].upper() + why[1:]
-            raise Wrong(f"{call} returned {given:,.4g}; the true noise scale is {case.noise:,.0f}. {why}")
+            raise Wrong(f"{call} returned {given:,.4g}; the true noise scale is {case.noise:,.0f}. {_why(given, case)}")
         said.append(f"{given:,.0f} of {case.noise:,.0f}")
     return (
         f"the estimates are near the true noise scales, with nothing but what the ranks have anyway: {', '.join(said)}"
     )
+
+
+def _why(given: float, case: Gradients) -> str:
+    otherwise = "which two squared norms do you have, and how much of each is tr Σ, on average?"
+    words = explained(given, case.mistakes, otherwise, _NAMED)
+    return words[0].upper() + words[1:]
 
 
 # ---- how many ranks pay off
@@ -269,14 +272,16 @@ def _ranks(answer: Any) -> str:
         call = f"most_ranks(pairs, {case.batch}, {case.compute:.3f}, {case.transfer:.4f}, {case.limit:.2f})"
         given = number_of(call, "of ranks", answer, *case.given)
         if not abs(given / case.best - 1) <= _NEAR:
-            otherwise = (
-                "compare ranks × steps × seconds per step with those of one rank; the steps are those of the global"
-                " batch"
-            )
-            why = explained(given, case.mistakes, otherwise, _SAFE)
-            raise Wrong(f"{call} with pairs = {case.pairs} returned {given:g}: {why}")
+            raise Wrong(f"{call} with pairs = {case.pairs} returned {given:g}: {_why_not(given, case)}")
         said.append(counted(case.best, "rank"))
     return f"{', '.join(said)} are the most here: beyond that, ranks mostly compute samples that save no steps"
+
+
+def _why_not(given: float, case: Scaling) -> str:
+    otherwise = (
+        "compare ranks × steps × seconds per step with those of one rank; the steps are those of the global batch"
+    )
+    return explained(given, case.mistakes, otherwise, _SAFE)
 
 
 EXERCISES: dict[str, Exercise] = {

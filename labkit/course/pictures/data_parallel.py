@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 
+__all__ = ["average", "buckets", "ddp_step", "divide", "dp_step", "shares", "wires"]
+
 # ---- gradient buckets that are all-reduced during backward
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from labkit.runs.handle import Run
 
 
+__all__ = ["activations", "bubbles", "gantt", "measured", "order", "planned", "simulate"]
+
 # ---- pipeline schedules whose stages go down the ranks and up again
 
 
