@@ -8,7 +8,7 @@ from answers.input_pipeline import Loading, ran
 from fabricate import FakeRun
 
 from labkit import Run, check
-from labkit.course import answers as own
+from labkit.course import answers
 from labkit.course.answers import Wrong
 from labkit.record.documents import plain
 
@@ -32,7 +32,7 @@ def begun(runs, nproc=2, steps=12, kind=FakeRun, **spec):
 
 def test_a_run_in_progress_is_rejected(runs):
     with pytest.raises(Wrong, match="has not ended yet; wait for it"):
-        own.a_run(handed_in(begun(runs), state=None))
+        answers.a_run(handed_in(begun(runs), state=None))
 
 
 def test_a_hang_is_reported_with_its_location(runs):
@@ -46,17 +46,17 @@ def test_a_hang_is_reported_with_its_location(runs):
     with pytest.raises(
         Wrong, match=r"has not ended: .* waited for .* never reached it .*broken.py:20.* stop it with \.stop\(\)"
     ):
-        own.a_run(handed_in(fake, state=None))
+        answers.a_run(handed_in(fake, state=None))
 
 
 def test_a_failed_run_is_rejected(runs):
     with pytest.raises(Wrong, match="the run failed"):
-        own.finished(handed_in(begun(runs), state="failed"))
+        answers.finished(handed_in(begun(runs), state="failed"))
 
 
 def test_a_generated_script_is_rejected(runs):
     with pytest.raises(Wrong, match="this run used the generated ddp script"):
-        own.source(handed_in(begun(runs)))
+        answers.source(handed_in(begun(runs)))
 
 
 def test_a_deleted_script_is_an_error(runs):
@@ -64,7 +64,7 @@ def test_a_deleted_script_is_an_error(runs):
         begun(runs), script=str(runs / "gone.py"), strategy=None, workload=None, batch_size=None, steps=None
     )
     with pytest.raises(Wrong, match=r"gone\.py cannot be read"):
-        own.source(run)
+        answers.source(run)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ import torch.distributed as dist
 from answers.mutants import mutant
 from torch import nn
 
-from labkit.course.build.solutions import build_strategies as data
-from labkit.course.build.solutions import build_strategies as model
+from labkit.course.build.solutions import build_strategies as solutions
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -140,29 +139,29 @@ RIGHT = [
     ("naive", divides_first),
     ("naive", one_flat_tensor),
     ("naive", in_two_halves),
-    ("hooks", mutant(data, "Overlapped", HOOK_DIVIDES, FINISH_ONLY)),
-    ("buckets", mutant(data, "Bucketed", *DIVIDED_FIRST)),
+    ("hooks", mutant(solutions, "Overlapped", HOOK_DIVIDES, FINISH_ONLY)),
+    ("buckets", mutant(solutions, "Bucketed", *DIVIDED_FIRST)),
     ("zero1", FlatZeRO1),
-    ("zero1", data.ZeRO2),
+    ("zero1", solutions.ZeRO2),
     ("fsdp", PerParameter),
-    ("column_row", mutant(model, "ParallelMLP", *EINSUM)),
+    ("column_row", mutant(solutions, "ParallelMLP", *EINSUM)),
     ("cross_entropy", three_all_reduces),
-    ("four_stages", mutant(model, "one_f_one_b", ("dist.recv(x, source)", "dist.irecv(x, source).wait()"))),
-    ("ring_attention", mutant(model, "ring_attention", BY_PARITY)),
-    ("balanced", mutant(model, "balanced_ring_attention", BY_PARITY)),
+    ("four_stages", mutant(solutions, "one_f_one_b", ("dist.recv(x, source)", "dist.irecv(x, source).wait()"))),
+    ("ring_attention", mutant(solutions, "ring_attention", BY_PARITY)),
+    ("balanced", mutant(solutions, "balanced_ring_attention", BY_PARITY)),
 ]
 LAST_BUCKET = ("self.missing[number] == 0:", "self.missing[number] == 0 and number < len(self.buckets) - 1:")
 NEXT_SHARD = ("parameter.data.chunk(ranks)[rank] for", "parameter.data.chunk(ranks)[(rank + 1) % ranks] for")
 MISTAKES = [
-    ("naive", mutant(data, "average_gradients", ("parameter.grad /= dist.get_world_size()", "pass")),
+    ("naive", mutant(solutions, "average_gradients", ("parameter.grad /= dist.get_world_size()", "pass")),
      "are the sum over the ranks, not the mean: divide by the number of ranks"),
-    ("buckets", mutant(data, "Bucketed", LAST_BUCKET),
+    ("buckets", mutant(solutions, "Bucketed", LAST_BUCKET),
      "the gradients of 0.weight, 0.bias, 2.weight and 1 more are those of the rank's own samples"),
-    ("zero1", mutant(data, "ZeRO1", NEXT_SHARD), "are in the wrong places: rank r has the r-th shard"),
-    ("zero1", mutant(data, "ZeRO1", ("shard.grad /= dist.get_world_size()", "pass")), "divide by the number of ranks"),
-    ("column_row", mutant(model, "ParallelMLP", ("return summed(gradient)", "return gradient")), "f in backward"),
-    ("cross_entropy", mutant(model, "cross_entropy", (" / len(softmax)", "")), "divided by the number of tokens"),
-    ("ring_attention", mutant(model, "ring_attention", ("for hop in range(ranks):\n            for i, j, diagonal in"
+    ("zero1", mutant(solutions, "ZeRO1", NEXT_SHARD), "are in the wrong places: rank r has the r-th shard"),
+    ("zero1", mutant(solutions, "ZeRO1", ("shard.grad /= dist.get_world_size()", "pass")), "divide by the number of ranks"),
+    ("column_row", mutant(solutions, "ParallelMLP", ("return summed(gradient)", "return gradient")), "f in backward"),
+    ("cross_entropy", mutant(solutions, "cross_entropy", (" / len(softmax)", "")), "divided by the number of tokens"),
+    ("ring_attention", mutant(solutions, "ring_attention", ("for hop in range(ranks):\n            for i, j, diagonal in"
      " pairs(rank, (rank - hop) % ranks, zigzag)", "for hop in range(ranks - 1):\n            for i, j, diagonal in"
      " pairs(rank, (rank - hop) % ranks, zigzag)")), "the ring makes one hop too few"),
 ]  # fmt: skip
