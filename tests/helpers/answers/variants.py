@@ -158,10 +158,12 @@ MISTAKES = [
     ("buckets", mutant(solutions, "Bucketed", LAST_BUCKET),
      "the gradients of 0.weight, 0.bias, 2.weight and 1 more are those of the rank's own samples"),
     ("zero1", mutant(solutions, "ZeRO1", NEXT_SHARD), "are in the wrong places: rank r has the r-th shard"),
-    ("zero1", mutant(solutions, "ZeRO1", ("shard.grad /= dist.get_world_size()", "pass")), "divide by the number of ranks"),
+    ("zero1", mutant(solutions, "ZeRO1", ("shard.grad /= dist.get_world_size()", "pass")),
+     "divide by the number of ranks"),
     ("column_row", mutant(solutions, "ParallelMLP", ("return summed(gradient)", "return gradient")), "f in backward"),
     ("cross_entropy", mutant(solutions, "cross_entropy", (" / len(softmax)", "")), "divided by the number of tokens"),
-    ("ring_attention", mutant(solutions, "ring_attention", ("for hop in range(ranks):\n            for i, j, diagonal in"
+    ("ring_attention", mutant(solutions, "ring_attention",
+     ("for hop in range(ranks):\n            for i, j, diagonal in"
      " pairs(rank, (rank - hop) % ranks, zigzag)", "for hop in range(ranks - 1):\n            for i, j, diagonal in"
      " pairs(rank, (rank - hop) % ranks, zigzag)")), "the ring makes one hop too few"),
 ]  # fmt: skip
