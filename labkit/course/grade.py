@@ -152,18 +152,22 @@ def _figures(records: Sequence[Record]) -> dict[str, Any]:
     memory = [count for record in records for counts in record.memory.values() for count in counts]
     grown = [count for record in records for counts in record.process.values() for count in counts]
     differences = [value for record in records for value in record.differences.values()]
-    operations = [record.operations(0, *{key.partition(" ")[2] for key in record.elements}) for record in records]
     return {
         "difference": max(differences) if differences and all(map(math.isfinite, differences)) else None,
         "sent_bytes": max(record.sent(0) for record in records),
         "zero_bytes": max(sum(event.zeros for event in record.of_step(0)) for record in records),
         "store_bytes": max(record.stored() for record in records),
         "product_operations": max(record.flops(0) for record in records),
-        "other_elements": max(all_ - record.flops(0) for all_, record in zip(operations, records)),
+        "other_elements": max(record.other_elements(0, *_phases(record)) for record in records),
         "tensor_bytes": max(memory, default=None),
         "process_growth_bytes": max(grown, default=None),
         "cpu_seconds": round(max(record.seconds for record in records), 2),
     }
+
+
+def _phases(record: Record) -> set[str]:
+    """The phases in which operators ran."""
+    return {key.partition(" ")[2] for key in record.elements}
 
 
 # ---- the answers of a file, which is read and not executed

@@ -637,7 +637,7 @@ def elements(records: Sequence[Record], phases: Sequence[str], of: Bytes, why: s
     """In these phases of a step, all operators but matrix products compute at most `times` × `of(record)` elements."""
     named = " and ".join(phases)
     for record, step in _each_step(records):
-        made, high = record.operations(step, *phases) - record.flops(step, *phases), times * of(record)
+        made, high = record.other_elements(step, *phases), times * of(record)
         if made > high:
             raise Wrong(
                 f"computation: in {named} of step {step}, rank {record.rank} computes {made:,} elements outside of"

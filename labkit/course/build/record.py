@@ -103,9 +103,9 @@ class Record:
         """Operations of the matrix products of a step."""
         return sum(event.flops for event in self.of_step(step, *phases))
 
-    def operations(self, step: int, *phases: str) -> int:
-        """Operations of the matrix products of some phases of a step, and the elements of all other operators."""
-        return self.flops(step, *phases) + sum(self.elements.get(f"{step} {phase}", 0) for phase in phases)
+    def other_elements(self, step: int, *phases: str) -> int:
+        """The elements that all operators but matrix products compute in some phases of a step."""
+        return sum(self.elements.get(f"{step} {phase}", 0) for phase in phases)
 
 
 # ---- what a single device makes of the inputs that were drawn, and which mistake explains other results

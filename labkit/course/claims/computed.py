@@ -431,14 +431,16 @@ def tensor_in_node(trials: Trials) -> Ruling:
     if not across:
         return Ruling(OPEN, "No two published runs differ in nothing but TP within a node and across two.")
     slower = sum(ratio < 1 for ratio in across) / len(across)
-    crossing = sum(_fastest(runs).layout.tensor > _NODE for runs in _cases().values())
-    machines = ", ".join(sorted({run.training.machine.title for runs in _cases().values() for run in runs}))
+    cases = _cases()
+    fastest = [max(runs, key=lambda run: speed(run) or 0.0) for runs in cases.values()]
+    crossing = sum(run.layout.tensor > _NODE for run in fastest)
+    machines = ", ".join(sorted({run.training.machine.title for runs in cases.values() for run in runs}))
     return Ruling(
         _verdict(slower),
         f"Published, {machines}: speed of TP {2 * _NODE} relative to TP {_NODE} {_spread(across)}, slower in"
         f" {slower:.0%} of the pairs. Within a node, TP {_NODE} relative to TP {_NODE // 2}: {_spread(within)}."
         " Doubling TP costs speed within a node as well, but more across its border. Of the"
-        f" {counted(len(_cases()), 'combination')} of model and GPUs in which TP across nodes ran, it was the fastest"
+        f" {counted(len(cases), 'combination')} of model and GPUs in which TP across nodes ran, it was the fastest"
         f" in {crossing}. Other links, and NVLink domains of more than {_NODE} GPUs, have no pairs. {_limits()}",
         {f"TP {2 * _NODE} / TP {_NODE}": across, f"TP {_NODE} / TP {_NODE // 2}": within},
     )
@@ -456,18 +458,14 @@ def _cases() -> dict[Hashable, list[Published]]:
     return {same: runs for same, runs in cases.items() if any(run.layout.tensor > _NODE for run in runs)}
 
 
-def _fastest(runs: Iterable[Published]) -> Published:
-    return max(runs, key=lambda run: speed(run) or 0.0)
-
-
 @claim("micro-batch", "Prefer the largest micro-batch that fits", "published")
 def largest_micro_batch(trials: Trials) -> Ruling:
     """Layouts with several micro-batches: whether the largest one that ran is the fastest, and what doubling gains."""
-    groups = matched(usable(), lambda run: run.layout.micro_batch, "micro_batch", "micro_batches")
     figures: dict[str, tuple[float, ...]] = {}
     said, wins, total = [], 0, 0
     for name, piped in (("without a pipeline", False), ("with a pipeline", True)):
-        speeds = _speeds({same: group for same, group in groups.items() if _is_piped(group) == piped})
+        runs = [run for run in usable() if (run.layout.pipeline > 1) == piped]
+        speeds = _speeds(matched(runs, lambda run: run.layout.micro_batch, "micro_batch", "micro_batches"))
         several = [
             {size: median(values) for size, values in group.items()} for group in speeds.values() if len(group) > 1
         ]
@@ -486,10 +484,6 @@ def largest_micro_batch(trials: Trials) -> Ruling:
         f" of memory does not count against the claim. {_limits()}",
         figures,
     )
-
-
-def _is_piped(group: Mapping[int, list[Published]]) -> bool:
-    return next(iter(group.values()))[0].layout.pipeline > 1
 
 
 @claim("pipeline-4x", "A pipeline needs four times as many micro-batches as stages", "published")

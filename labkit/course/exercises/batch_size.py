@@ -198,7 +198,7 @@ class Scaling:
     @property
     def best(self) -> int:
         """The number of ranks by the true steps."""
-        return self.ranks(self._true_steps)
+        return self.ranks(lambda batch: steps(batch, self.least_steps, self.least_samples))
 
     @property
     def right(self) -> tuple[int, ...]:
@@ -224,9 +224,6 @@ class Scaling:
             (measured, "numbers of ranks between the measured ones, and beyond, are possible: fit the"
              " steps by batch"),
         )  # fmt: skip
-
-    def _true_steps(self, batch: float) -> float:
-        return steps(batch, self.least_steps, self.least_samples)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from labkit.common.units import size
@@ -169,14 +170,14 @@ def _fsdp(answer: Any) -> str:
         ("after forward", 0, 0),
         ("at the peak of backward", 3, 1),
     ):
-        criteria.memory(
-            records,
-            moment,
-            lambda record, units=units, gradients=gradients: (
-                record.figures["activations"] + units * record.figures["unit"] + gradients * _shard(record)
-            ),
-            f"more than before the step: the activations, {units} units{' and the gradients of a shard' * gradients}",
-        )
+        why = f"more than before the step: the activations, {units} units"
+        if gradients:
+            why = f"{why} and the gradients of a shard"
+
+        def most(record: Record, units: int = units, gradients: int = gradients) -> float:
+            return record.figures["activations"] + units * record.figures["unit"] + gradients * _shard(record)
+
+        criteria.memory(records, moment, most, why)
     return f"{_has(records)}; {sent_in_words(records[0])}"
 
 
@@ -236,12 +237,12 @@ def _share(record: Record) -> float:
     return record.figures["replicated"] + record.figures["mlp"]
 
 
-def _column_row(answer: Any) -> str:
-    return _mlp(answer, "column_row", "an all-reduce of the activations in forward, and one in backward", 0)
-
-
-def _sequence(answer: Any) -> str:
-    return _mlp(answer, "sequence", "an all-gather and a reduce-scatter in forward and in backward, and b2", 1)
+_column_row = partial(
+    _mlp, trial="column_row", why="an all-reduce of the activations in forward, and one in backward", bias=0
+)
+_sequence = partial(
+    _mlp, trial="sequence", why="an all-gather and a reduce-scatter in forward and in backward, and b2", bias=1
+)
 
 
 def _cross_entropy(answer: Any) -> str:
@@ -283,14 +284,6 @@ def _pipeline(answer: Any, ranks: int) -> str:
     )
     order = criteria.schedule(records[0], 0)
     return f"rank 0 computes {' '.join(order)}: at most {criteria.live(order)} live activations"
-
-
-def _two_stages(answer: Any) -> str:
-    return _pipeline(answer, 2)
-
-
-def _four_stages(answer: Any) -> str:
-    return _pipeline(answer, 4)
 
 
 def _attention(answer: Any, trial: str) -> list[Record]:
@@ -364,10 +357,10 @@ EXERCISES |= {
         runs="code",
     ),
     "build_model_parallel.two_stages": Exercise(
-        "1F1B with two stages", _two_stages, solution("build_strategies", "one_f_one_b"), runs="code"
+        "1F1B with two stages", partial(_pipeline, ranks=2), solution("build_strategies", "one_f_one_b"), runs="code"
     ),
     "build_model_parallel.four_stages": Exercise(
-        "1F1B with four stages", _four_stages, solution("build_strategies", "one_f_one_b"), runs="code"
+        "1F1B with four stages", partial(_pipeline, ranks=4), solution("build_strategies", "one_f_one_b"), runs="code"
     ),
     "build_model_parallel.ring_attention": Exercise(
         "Ring attention",

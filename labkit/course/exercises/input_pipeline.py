@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -275,7 +275,8 @@ def _rest(run: Sequence[Rank], epoch: int, task: Task, when: str, before: Batche
             f" rank {most} would wait for rank {least} in the all-reduce of step {counts[least]}, without an end"
         )
     seen = {sample for batch in (*before, *batches) for sample in batch}
-    missing = sorted(set(_samples(task)) - seen)
+    every = {(shard, index) for shard, count in enumerate(task.counts) for index in range(count)}
+    missing = sorted(every - seen)
     most = len(run) * task.batch - 1
     if len(missing) > most:
         why = "the rest that does not fill a batch on every rank is smaller"
@@ -399,10 +400,6 @@ def _reordered(trained: Sequence[Batches], task: Task, run: Sequence[Rank] = ())
 
 def _neighbours(batches: Batches) -> set[tuple[Sample, Sample]]:
     return {pair for batch in batches for pair in pairwise(batch)}
-
-
-def _samples(task: Task) -> Iterator[Sample]:
-    return ((shard, index) for shard, count in enumerate(task.counts) for index in range(count))
 
 
 def _name(sample: Sample) -> str:

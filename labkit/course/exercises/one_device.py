@@ -503,10 +503,7 @@ def _recompute(answer: Any) -> str:
                 f" another choice of blocks, {best / 1e6:,.0f} are enough for this limit ({size(got)} of"
                 f" {size(limit)} are used)"
             )
-        outside, plain = (
-            record.operations(case, *phases) - record.flops(case, *phases)
-            for phases in (("forward", "backward"), ("plain",))
-        )
+        outside, plain = record.other_elements(case, "forward", "backward"), record.other_elements(case, "plain")
         if outside > _ELEMENTS * plain:
             raise Wrong(
                 f"computation: case {case} computes {outside:,} elements outside of matrix products, expected at most"

@@ -126,8 +126,8 @@ def grid(axes: Mapping[str, int], per_node: int | None = None) -> go.Figure:
             for rank in group:
                 x, y = left + rank % wide, rank // wide
                 shapes.append(box(x, y, 0.92, 0.88, colour))
-                words = f"<b>{rank}</b> {_letter(number)}"
-                notes.append(note(x + 0.46, y + 0.44, words, 11, ink(number)))
+                letter = chr(ord("a") + number % 26)
+                notes.append(note(x + 0.46, y + 0.44, f"<b>{rank}</b> {letter}", 11, ink(number)))
     rows = ranks // wide
     if per_node:
         notes += [note(-0.15, row + 0.44, f"node {row}", 11, anchor="right") for row in range(rows)]
@@ -234,10 +234,6 @@ def _summary(members: list[list[int]], per_node: int | None) -> str:
         return " · ".join(" ".join(map(str, group)) for group in members[:4]) + (" …" if len(members) > 4 else "")
     leaves = any(len({rank // per_node for rank in group}) > 1 for group in members)
     return f"{len(members)} groups, {'between nodes' if leaves else 'within a node'}"
-
-
-def _letter(number: int) -> str:
-    return chr(ord("a") + number % 26)
 
 
 # ---- links, modelled from the table of machines (`prediction/devices.py`): what they carry, the bus bandwidth of

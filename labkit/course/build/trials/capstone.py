@@ -74,7 +74,7 @@ def coordinates(rank: int) -> tuple[int, int, int]:
 
 def draw(trial: str, ranks: int) -> list[Given]:
     """What each rank is given: `parameters`, and `tokens` or `targets`, (steps, micro-batches, positions, samples)."""
-    whole = _whole()
+    whole = Stage(range(BLOCKS), True, True, None).state_dict()
     for name, parameter in whole.items():
         if "norm" in name or name.endswith("bias"):
             parameter += 0.1 * torch.randn(parameter.shape)
@@ -87,10 +87,6 @@ def draw(trial: str, ranks: int) -> list[Given]:
         mine |= {"targets": targets[replica]} if stage == PIPELINE - 1 else {}
         given.append(mine)
     return given
-
-
-def _whole() -> dict[str, Tensor]:
-    return Stage(range(BLOCKS), True, True, None).state_dict()
 
 
 def _parameters(given: Given) -> dict[str, Tensor]:

@@ -57,13 +57,10 @@ def draw() -> Task:
     left, steps = sum(counts), []
     for ranks in (first, second):
         all_steps = left // (ranks * batch)
-        steps.append(random.choice([step for step in _middle(all_steps) if step % workers]))
+        middle = range(round(0.45 * all_steps), round(0.6 * all_steps))
+        steps.append(random.choice([step for step in middle if step % workers]))
         left -= steps[-1] * ranks * batch
     return Task(counts, batch, workers, (first, second, third), (steps[0], steps[1]), random.getrandbits(31))
-
-
-def _middle(steps: int) -> range:
-    return range(round(0.45 * steps), round(0.6 * steps))
 
 
 def write(task: Task, folder: Path) -> list[Path]:

@@ -85,9 +85,9 @@ def _expect_step(given: list[Given]) -> list[Expected]:
     """Trains as described on this device: losses of each rank, the final parameters and an output."""
     expected = [Expected() for _ in given]
     right = _trained(given, losses=[rank.losses for rank in expected])
-    start = loaded(_network(), given[0])
+    start = dict(loaded(_network(), given[0]).named_parameters())
     for rank, mine in zip(expected, given):
-        _expects(rank, right, start)
+        rank.expects_parameters(((name, parameter.float()) for name, parameter in right.named_parameters()), start)
         rank.expects("output", right(mine["inputs"][STEPS].half()).float())
     for words, mistake in (
         (WITHOUT, {"scaled": False}),
@@ -101,11 +101,6 @@ def _expect_step(given: list[Given]) -> list[Expected]:
             for name, parameter in wrong.named_parameters():
                 rank.mistake(words, f"parameter {name}", parameter.float())
     return expected
-
-
-def _expects(rank: Expected, model: nn.Module, start: nn.Module) -> None:
-    for (name, parameter), before in zip(model.named_parameters(), start.parameters()):
-        rank.expects(f"parameter {name}", parameter.float(), before)
 
 
 def loss_of(model: nn.Module, given: Given, step: int) -> Tensor:
@@ -294,8 +289,7 @@ def step(answer: Any, recorder: Recorder, given: Given) -> None:
         recorder.remember("between two steps", recorder.live_at_rest())
     with recorder.during("output", OUTSIDE):
         recorder.results["output"] = model(given["inputs"][STEPS].half()).float().detach()
-    for name, parameter in model.named_parameters():
-        recorder.results[f"parameter {name}"] = parameter.detach().float()
+    recorder.keep_parameters((name, parameter.float()) for name, parameter in model.named_parameters())
 
 
 def _types(tensors: Iterable[Tensor]) -> list[str]:

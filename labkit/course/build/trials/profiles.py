@@ -68,10 +68,6 @@ def expect(trial: str, given: list[Given]) -> list[Expected]:
     return expected
 
 
-def _parameters(given: Given) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in given.items() if name not in ("text", "starts")}
-
-
 def _batch(given: Given, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.stack([given["text"][start : start + POSITIONS + 1] for start in given["starts"][step, index]])
     return tokens[:, :-1].long(), tokens[:, 1:].long()
@@ -99,7 +95,7 @@ def train(answer: Any, recorder: Recorder, given: Given) -> None:
     """`answer(text, parameters)` is created before the first step; in each step `load(starts)` is called for each
     micro-batch in the phase "data", and `step(batches)` in the phase "step"."""
     text, starts, figures = bytes(given["text"].tolist()), given["starts"].tolist(), recorder.record.figures
-    parameters = _parameters(given)
+    parameters = {name: tensor for name, tensor in given.items() if name not in ("text", "starts")}
     figures["parameters"] = len(parameters)
     figures["gradients"] = sum(parameter.nbytes for parameter in parameters.values())
     figures["micro_batches"] = MICRO_BATCHES
