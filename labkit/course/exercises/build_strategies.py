@@ -18,7 +18,10 @@ from labkit.course.build.record import Record
 from labkit.course.exercises import Exercise, drawn
 from labkit.record.writer import sent
 
+EXERCISES: dict[str, Exercise] = {}
 _RANKS = 4
+
+# ---- lab 13: data parallelism, from the all-reduce after backward to FSDP
 
 
 def _all_reduced(record: Record) -> float:
@@ -181,7 +184,7 @@ def _fsdp(answer: Any) -> str:
     return f"{_has(records)}; {sent_in_words(records[0])}"
 
 
-EXERCISES = {
+EXERCISES |= {
     "build_data_parallel.naive": Exercise(
         "All-reduce after backward", _naive, solution("build_strategies", "average_gradients"), runs="code"
     ),

@@ -21,6 +21,13 @@ from labkit.course.build.record import Record
 from labkit.course.exercises import Exercise, Question, drawn_exercise
 from labkit.record.writer import sent
 
+EXERCISES: dict[str, Exercise] = {}
+_RANKS = 2  # of answers that run, except for one that runs on a single one
+
+# ---- lab 18: FLOPs of a step, MFU, the roofline, and bytes per parameter; the figures of all but the first are drawn
+# for each learner
+
+
 # ---- the FLOPs of a Llama
 
 
@@ -150,7 +157,7 @@ def _recipe(random: Random) -> Question:
     )
 
 
-EXERCISES: dict[str, Exercise] = {
+EXERCISES |= {
     "one_device.flops": Exercise(
         "FLOPs of a Llama",
         _flops,
@@ -223,7 +230,6 @@ def _launches(answer: Any) -> str:
 # ---- a slow script
 
 
-_RANKS = 2
 _CLASS = "Training"  # of the script, used by the judge
 
 
