@@ -520,8 +520,11 @@ _PER_STAGE = 4
 # ---- what torch does: tried in a process group of one rank; each of these judges what `in_torch.behaviour` has seen
 
 
+tried = answered(lambda trials: trials.behaviour())
+
+
 @claim("cpu-average", "DDP averages gradients on the CPU", "asked")
-@answered(Trials.behaviour)
+@tried
 def gradients_on_cpu(seen: dict[str, Any]) -> Ruling:
     """Where the buckets are that DDP reduces."""
     return Ruling(
@@ -533,7 +536,7 @@ def gradients_on_cpu(seen: dict[str, Any]) -> Ruling:
 
 
 @claim("devices", "One DDP process can use several GPUs with device_ids=[0, 1]", "asked")
-@answered(Trials.behaviour)
+@tried
 def devices_per_process(seen: dict[str, Any]) -> Ruling:
     """What DDP does with two devices in one process."""
     if not seen["two_devices"]:
@@ -546,7 +549,7 @@ def devices_per_process(seen: dict[str, Any]) -> Ruling:
 
 
 @claim("sum", "Summing gradients instead of averaging them scales the update with the number of GPUs", "asked")
-@answered(Trials.behaviour)
+@tried
 def summed_gradients(seen: dict[str, Any]) -> Ruling:
     """The first update with a gradient that is twice as large, as the sum over two ranks is."""
     ratios = seen["update_ratios"]
@@ -563,7 +566,7 @@ def summed_gradients(seen: dict[str, Any]) -> Ruling:
 
 
 @claim("wrap-1m", "FSDP with min_num_params=1M shards the MNIST CNN layer by layer", "asked")
-@answered(Trials.behaviour)
+@tried
 def wrap_by_size(seen: dict[str, Any]) -> Ruling:
     """The units that the policy by size makes of the CNN."""
     counts = {int(smallest): count for smallest, count in seen["units"].items()}
@@ -577,7 +580,7 @@ def wrap_by_size(seen: dict[str, Any]) -> Ruling:
 
 
 @claim("optimizer-order", "The optimizer must be created after the model is wrapped", "asked")
-@answered(Trials.behaviour)
+@tried
 def optimizer_after_wrapping(seen: dict[str, Any]) -> Ruling:
     """Whether wrapping replaces the parameters that an optimizer would have."""
     kept = seen["parameters_kept"]
@@ -589,7 +592,7 @@ def optimizer_after_wrapping(seen: dict[str, Any]) -> Ruling:
 
 
 @claim("evaluate-module", "Evaluate with model.module, not with the DDP wrapper", "asked")
-@answered(Trials.behaviour)
+@tried
 def evaluation_without_wrapper(seen: dict[str, Any]) -> Ruling:
     """Whether a forward pass through DDP communicates in evaluation."""
     sends = seen["broadcasts_in_evaluation"]
