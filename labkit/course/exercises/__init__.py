@@ -397,7 +397,7 @@ class Book:
     @classmethod
     def here(cls) -> Book:
         """The record of this runs folder."""
-        return cls(runs_root() / "json")
+        return cls(runs_root() / "exercises.json")
 
     def read(self) -> dict[str, Noted]:
         """By exercise, what is noted."""
