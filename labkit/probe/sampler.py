@@ -31,7 +31,7 @@ from labkit.probe.torch_private import (
 )
 from labkit.probe.traffic import TrafficWatch
 from labkit.record import clock as run_clock
-from labkit.record.threads import wait_for_other_threads
+from labkit.record.stacks import wait_for_other_threads
 
 # ---- torch's profiler for one step
 

@@ -44,6 +44,16 @@ def runs_root() -> Path:
     return Path(os.environ.get("LABKIT_RUNS") or "runs").absolute()
 
 
+class _Below:
+    """A path below a run folder."""
+
+    def __init__(self, relative: str):
+        self._relative = relative
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder] | None = None) -> Path:
+        return folder.path / self._relative
+
+
 class RunFolder:
     """The folder of one run, existing or not. It can be moved, sent and opened elsewhere: no path in it is absolute.
 
@@ -139,125 +149,34 @@ class RunFolder:
 
     # ---- paths; no other code joins strings into paths
 
+    spec = _Below("spec.json")
+    script = _Below("train.py")  # the generated one; a user's own script stays where it is
+    command = _Below("command.txt")  # the exact command that runs the script without labkit
+    launch = _Below("launch.json")  # the launch plan: argv, additional environment variables, working directory
+    batch = _Below("job.sbatch")  # the batch file, if a scheduler runs the job
+    prediction = _Below("plan.json")  # the memory and traffic that were predicted before the run
+    guess = _Below("guess.json")  # what the learner predicted before the run
+    imported = _Below("imported.json")  # which files the run was made from, if it was not launched here
+    status = _Below("status.json")  # state, pids, exit codes, restarts: written only by the supervisor
+    capture = _Below("capture.json")  # a request to the ranks to profile a step
+    trace = _Below("trace.json")  # the profiled steps for Perfetto, if requested
+    tensors = _Below("tensors")  # gradients and parameters of every rank, if LABKIT_TENSORS=1 is set
+    summary = _Below("summary.json")  # the figures of the finished run
+    system = _Below("system.jsonl")  # device and process samples, taken by the supervisor
+    events = _Below("events")  # the folder of the ranks' events
+    checkpoints = _Below("checkpoints")  # their folder, next to the script that writes them
+    save_request = _Below("save")  # next to the script, asks it for a checkpoint; the script removes it
+    rendezvous = _Below("rendezvous")  # through which the ranks of one machine meet, instead of an open port
+    reserve = _Below(".reserve")  # disk space for the final status and the summary, reserved while the run lasts
+    logs = _Below("logs")  # the folder of the ranks' output
+    launcher_log = _Below("logs/torchrun.log")  # the output of torchrun itself
+    pods_log = _Below("logs/pods.log")  # what the pods of a TrainJob printed, as `kubectl logs --prefix` shows it
+    supervisor_log = _Below("logs/supervisor.log")  # the output of the supervisor; empty if all went well
+
     @property
     def name(self) -> str:
         """The folder's name, which is the run's."""
         return self.path.name
-
-    @property
-    def spec(self) -> Path:
-        """The Spec of the run."""
-        return self.path / "spec.json"
-
-    @property
-    def script(self) -> Path:
-        """The generated script; a user's own script stays where it is."""
-        return self.path / "train.py"
-
-    @property
-    def command(self) -> Path:
-        """The exact command that runs the script without labkit."""
-        return self.path / "command.txt"
-
-    @property
-    def launch(self) -> Path:
-        """The launch plan: argv, additional environment variables, working directory."""
-        return self.path / "launch.json"
-
-    @property
-    def batch(self) -> Path:
-        """The batch file, if a scheduler runs the job."""
-        return self.path / "job.sbatch"
-
-    @property
-    def prediction(self) -> Path:
-        """The memory and traffic that were predicted before the run."""
-        return self.path / "plan.json"
-
-    @property
-    def guess(self) -> Path:
-        """What the learner predicted before the run."""
-        return self.path / "guess.json"
-
-    @property
-    def imported(self) -> Path:
-        """Which files the run was made from, if it was not launched here."""
-        return self.path / "imported.json"
-
-    @property
-    def status(self) -> Path:
-        """State, pids, exit codes, restarts: written only by the supervisor."""
-        return self.path / "status.json"
-
-    @property
-    def capture(self) -> Path:
-        """A request to the ranks to profile a step."""
-        return self.path / "capture.json"
-
-    @property
-    def trace(self) -> Path:
-        """The profiled steps for Perfetto, if requested."""
-        return self.path / "trace.json"
-
-    @property
-    def tensors(self) -> Path:
-        """Gradients and parameters of every rank, if LABKIT_TENSORS=1 is set."""
-        return self.path / "tensors"
-
-    @property
-    def summary(self) -> Path:
-        """The figures of the finished run."""
-        return self.path / "summary.json"
-
-    @property
-    def system(self) -> Path:
-        """Device and process samples, taken by the supervisor."""
-        return self.path / "system.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """The folder of the ranks' events."""
-        return self.path / "events"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints, next to the script that writes them."""
-        return self.path / "checkpoints"
-
-    @property
-    def save_request(self) -> Path:
-        """The file next to the script that asks it for a checkpoint; the script removes it."""
-        return self.path / "save"
-
-    @property
-    def logs(self) -> Path:
-        """The folder of the ranks' output."""
-        return self.path / "logs"
-
-    @property
-    def launcher_log(self) -> Path:
-        """The output of torchrun itself."""
-        return self.logs / "torchrun.log"
-
-    @property
-    def pods_log(self) -> Path:
-        """What the pods of a TrainJob printed, as `kubectl logs --prefix` shows it."""
-        return self.logs / "pods.log"
-
-    @property
-    def supervisor_log(self) -> Path:
-        """The output of the supervisor; empty if all went well."""
-        return self.logs / "supervisor.log"
-
-    @property
-    def rendezvous(self) -> Path:
-        """The file through which the ranks of one machine find each other, instead of an open port."""
-        return self.path / "rendezvous"
-
-    @property
-    def reserve(self) -> Path:
-        """Disk space reserved for the final status and the summary while the run lasts."""
-        return self.path / ".reserve"
 
     def reserves_of_ranks(self) -> list[Path]:
         """The disk space that ranks have reserved for their last events."""

@@ -16,7 +16,7 @@ from fabricate import FakeRun
 from labkit.cli import parser as cli
 from labkit.cli.commands import act
 from labkit.probe import sampler
-from labkit.record import threads
+from labkit.record import stacks
 from labkit.record.clock import SystemMoment
 from labkit.runs.handle import Run
 
@@ -142,21 +142,21 @@ def test_a_profile_ends_when_no_other_thread_runs(monkeypatch):
     thread = threading.Thread(target=other.wait)
     thread.start()
     try:
-        monkeypatch.setattr(threads, "_runs", runs)
-        threads.wait_for_other_threads()
-        assert busy["left"] <= 1 - threads._LOOKS, "it looked until all were at rest, and some times more"
+        monkeypatch.setattr(stacks, "_runs", runs)
+        stacks.wait_for_other_threads()
+        assert busy["left"] <= 1 - stacks._LOOKS, "it looked until all were at rest, and some times more"
         assert str(threading.get_native_id()) not in looks
-        monkeypatch.setattr(threads, "_runs", lambda task: True)
-        monkeypatch.setattr(threads, "_UNREST", 0.05)
-        threads.wait_for_other_threads()  # a thread that never sleeps does not block the run
+        monkeypatch.setattr(stacks, "_runs", lambda task: True)
+        monkeypatch.setattr(stacks, "_UNREST", 0.05)
+        stacks.wait_for_other_threads()  # a thread that never sleeps does not block the run
     finally:
         other.set()
         thread.join()
 
 
 def test_a_thread_that_has_ended_does_not_run(tmp_path):
-    assert not threads._runs(tmp_path / "gone")
+    assert not stacks._runs(tmp_path / "gone")
     (tmp_path / "stat").write_text("7 (a) R) R 1 1", encoding="ascii")
-    assert threads._runs(tmp_path)
+    assert stacks._runs(tmp_path)
     (tmp_path / "stat").write_text("7 (R) S 1 1", encoding="ascii")
-    assert not threads._runs(tmp_path)
+    assert not stacks._runs(tmp_path)

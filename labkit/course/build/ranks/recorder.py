@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from labkit.course.build.record import COMPUTE, OUTSIDE, START, STORE, WAIT, Event, Record
-from labkit.record.threads import wait_for_other_threads
+from labkit.record.stacks import wait_for_other_threads
 from labkit.record.writer import sent
 
 _UNPROFILED = 2  # steps before the probe begins to profile
