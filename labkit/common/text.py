@@ -45,6 +45,12 @@ def escape(text: str, quote: bool = True) -> str:
     return html.escape(visible(text), quote)
 
 
+def last_line(text: str) -> str:
+    """The last line of a text that is not blank, such as the reason of an error; empty if there is none."""
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     if match[0] in _SHORT:

@@ -6,14 +6,14 @@ It never imports front ends or torch; only the warm server loads torch.
 - `launch/job.py`: `Job`: start, attach, wait, stop, from any process of the same user; the start of watchdog and
   supervisor, warm or cold, and the lifeline
 - `launch/supervisor.py`, `launch/watch.py`: a small process in its own session that starts torchrun, keeps
-  `status.json` up to date, takes samples from outside the ranks (NVML, psutil), notices that the folder was deleted,
-  moved or emptied, and ensures that no process is left
+  `status.json` up to date, takes samples from outside the ranks (NVML, psutil), reports ranks that cannot report
+  themselves (stopped, holding the GIL, or dead), notices that the folder was deleted, moved or emptied, and ensures
+  that no process is left
 - `launch/warm/`: the warm server, which forks the processes of a run, and the one that traces; its modules are listed
   in `launch/warm/__init__.py`
 - `launch/ending.py`: summary and final status, for which disk space is reserved when the run starts
 - `launch/watchdog.py`: what ends a run whose supervisor was killed: a shell that waits, the program that it then starts
   (in `launch/ending.py`), and the removal of sockets and shared memory
-- `launch/report.py`: ranks that cannot report themselves: stopped, or holding the GIL, or dead
 - `launch/ras.py`: what NCCL's RAS service says about ranks that wait
 - `launch/leases.py`: the queue for GPUs and CPU slots
 

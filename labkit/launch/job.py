@@ -31,9 +31,9 @@ from labkit.common.processes import (
     tagged,
     watchdog_tag,
 )
-from labkit.common.text import visible_line
+from labkit.common.text import last_line, visible_line
 from labkit.common.units import size
-from labkit.launch import kubeflow_agent, local, report, slurm_agent, watchdog
+from labkit.launch import kubeflow_agent, local, slurm_agent, watchdog
 from labkit.launch.ending import close, end_processes, reserve
 from labkit.launch.warm.client import Cold, Consent, Started, consent, dependence, module_files
 from labkit.plan.script import command, write_script
@@ -113,10 +113,8 @@ def _await_status(folder: RunFolder, before: int | None, process: Started | subp
     last = time.monotonic() + _START_LIMIT
     while _written(folder) == before:
         if process.returncode is not None or time.monotonic() > last:
-            why = (
-                report.last_line(folder, folder.supervisor_log)
-                or f"its supervisor wrote no status for {_START_LIMIT:g} s"
-            )
+            said = last_line(folder.end_of(folder.supervisor_log))[:500]
+            why = said or f"its supervisor wrote no status for {_START_LIMIT:g} s"
             raise LaunchError(f"the run could not be started: {why}")
         time.sleep(0.005)
 
@@ -211,8 +209,7 @@ def draw_data(spec: Spec) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # it fails before torch is imported
         done = subprocess.run(argv, cwd=home, capture_output=True, encoding="utf-8", errors="replace")
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        why = lines[-1] if done.returncode else ""
+        why = (last_line(done.stderr) or f"exit code {done.returncode}") if done.returncode else ""
     except OSError as error:
         why = str(error)
     if why:

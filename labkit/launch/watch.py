@@ -3,7 +3,9 @@ report."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -12,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -20,16 +23,17 @@ import psutil
 from msgspec.structs import replace
 
 from labkit.common.processes import TAG, here, identity, is_stopped, members, reap, send
+from labkit.common.text import last_line
 from labkit.exports.trainjob import Reports, Server
 from labkit.launch import local, ras
 from labkit.launch.ending import DISK_FULL, conclude, make_room
-from labkit.launch.report import Silence, failures, last_line, signal_name, unanswered
 from labkit.launch.watchdog import end_all
 from labkit.probe import lifetime
 from labkit.record import clock
-from labkit.record.documents import LaunchPlan, Status, Unreadable, Who
+from labkit.record.documents import Failed, LaunchPlan, Status, Unreadable, Who
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
+from labkit.record.stacks import clipped, in_collective, of_crash
 from labkit.record.writer import FULL, Writer
 from labkit.setup.machine import Gpu, Machine
 
@@ -115,6 +119,102 @@ class Anchor:
 
             return Path(os.fsdecode(fcntl.fcntl(self._file, _F_GETPATH, bytes(_PATH_LIMIT)).rstrip(b"\0")))
         return None
+
+
+# ---- ranks that cannot report themselves: stopped by a signal, or blocked in a C call that holds the GIL
+#
+# Once per second the supervisor checks the process of each rank and writes a `silent` event on behalf of such a rank; a
+# `heard` event follows when the rank responds again. A C call that holds the GIL is detected by the stacks that
+# faulthandler writes in the rank when its monitoring thread has not run for too long; see `probe/threads.py`. Both are
+# reported after as many seconds as a rank that waits, `hang_after` of the Spec: a debugger or a shell may stop a
+# process briefly.
+
+
+_EVERY = 1.0  # seconds between two checks
+_AGAIN = 10.0  # seconds between two reports
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
+@dataclass
+class _Watched:
+    """The process of one rank and its state. `cpu` and `heard` are of the newest position that it wrote."""
+
+    process: psutil.Process
+    heard: float = 0.0  # on the run's clock
+    cpu: float = 0.0  # seconds
+    since: float | None = None
+    reported: float | None = None
+    position: dict[str, Any] = field(default_factory=dict)
+
+
+class Silence:
+    """Checks the ranks. `pids` maps ranks to pids and may grow; `patience` is in seconds; `write` appends an event to
+    the supervisor's event file.
+    """
+
+    def __init__(self, folder: RunFolder, pids: dict[int, int], patience: float, write: Callable[..., None]):
+        self._folder, self._pids, self._patience, self._write = folder, pids, patience, write
+        self._watched: dict[int, _Watched] = {}
+        self._next = 0.0
+
+    def look(self) -> None:
+        """Checks every rank, at most once per second."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + _EVERY
+        for rank, pid in dict(self._pids).items():
+            try:
+                watched = self._watched.get(rank)
+                if watched is None or watched.process.pid != pid:
+                    watched = self._watched[rank] = _Watched(psutil.Process(pid))
+                self._look_at(rank, watched)
+            except psutil.Error:
+                self._watched.pop(rank, None)
+
+    def _look_at(self, rank: int, watched: _Watched) -> None:
+        with watched.process.oneshot():
+            status, times = watched.process.status(), watched.process.cpu_times()
+        cpu = times.user + times.system
+        position = _position(self._folder, rank)
+        if position.get("t", 0.0) != watched.heard:
+            watched.heard, watched.cpu, watched.position = position.get("t", 0.0), cpu, position
+        stack = "" if position.get("over") else _held_by_c(self._folder, rank)
+        if not stack and status not in _STOPPED:
+            if watched.reported is not None:
+                self._write("heard", rank=rank)
+            watched.since, watched.reported = None, None
+            return
+        watched.since, now = watched.since or watched.heard or clock.now(), clock.now()
+        if now - watched.since >= self._patience and (watched.reported is None or now - watched.reported >= _AGAIN):
+            watched.reported = now
+            self._report(rank, watched, status, stack, cpu)
+
+    def _report(self, rank: int, watched: _Watched, status: str, stack: str, cpu: float) -> None:
+        silent = max(clock.now() - watched.since, 1e-3)
+        self._write(
+            "silent",
+            rank=rank,
+            since=watched.since,
+            process=str(status),
+            computed=round(min(1.0, (cpu - watched.cpu) / silent), 3),
+            stack=stack or clipped(str(watched.position.get("stack", ""))),
+        )
+
+
+def _held_by_c(folder: RunFolder, rank: int) -> str:
+    dump = folder.end_of(folder.crash_of(rank))
+    return clipped(of_crash(dump)) if dump.startswith("Timeout") else ""
+
+
+def _position(folder: RunFolder, rank: int) -> dict[str, Any]:
+    """The last position that a rank recorded, at most one second before its process ended; empty if there is none."""
+    try:
+        value = json.loads(folder.end_of(folder.position_of(rank)) or "{}")
+    except ValueError:
+        return {}  # it is being written
+    valid = isinstance(value, dict) and isinstance(value.get("t", 0.0), (int, float))
+    return value if valid else {}
 
 
 # ---- system samples
@@ -258,6 +358,80 @@ def _has_room(path: str | os.PathLike[str]) -> bool:
 def _memory_used() -> int:
     memory = psutil.virtual_memory()
     return memory.total - memory.available
+
+
+# ---- what torchrun reports: its final report is the only record of a rank that died without a message
+
+
+_LONGEST = 500  # characters of a line that is a message
+# One entry of ChildFailedError's report (torch.distributed.elastic.multiprocessing.errors); only the needed fields are
+# read.
+_ENTRY = re.compile(
+    r"\btime\s*:\s*(?P<time>\S+)\s*\n(?:.*\n)??"
+    r".*\brank\s*:\s*(?P<rank>\d+)\s*\(.*\n"
+    r".*\bexitcode\s*:\s*(?P<code>-?\d+)\s*\(pid:\s*(?P<pid>\d+)\)"
+)
+
+
+def failures(folder: RunFolder) -> dict[int, Failed]:
+    """The failed ranks by rank: exit_code, pid, signal (its name or None), t (Unix seconds, resolution 1 s), message.
+
+    `traceback` is the stack at the fatal signal; without one it is the last recorded stack, and `last_seen` is true.
+    """
+    failed = {}
+    for entry in _ENTRY.finditer(folder.end_of(folder.launcher_log)):
+        code, rank = int(entry["code"]), int(entry["rank"])
+        log, dump = folder.log_of(rank, "stderr"), folder.end_of(folder.crash_of(rank))
+        printed = folder.end_of(log) if log else ""
+        fatal = dump if "Fatal Python error" in dump else ""
+        # the script may have enabled faulthandler itself, which then writes to stderr
+        crash = clipped(of_crash(fatal)) or of_crash(printed.rpartition("Fatal Python error")[2])
+        stack = crash or clipped(str(_position(folder, rank).get("stack", "")))
+        failed[rank] = Failed(
+            message=(_aborted if code < 0 else last_line)(printed)[:_LONGEST],
+            traceback=stack,
+            beside=clipped(in_collective(fatal)),
+            last_seen=bool(stack) and not crash,
+            exit_code=code,
+            pid=int(entry["pid"]),
+            signal=signal_name(code),
+            t=_seconds(entry["time"]),
+        )
+    return failed
+
+
+def unanswered(folder: RunFolder, endpoint: str | None) -> str:
+    """Why the nodes of a run did not meet at `endpoint`; empty if they did, or if there is one node."""
+    said = folder.end_of(folder.launcher_log) if endpoint else ""
+    if "RendezvousConnectionError" in said:
+        return (
+            f"nobody answers at {endpoint}; start node 0 first, and check that this host reaches it and that no"
+            " firewall closes the port"
+        )
+    if "RendezvousTimeoutError" in said:
+        return f"not all nodes have met at {endpoint} in time; start the same command on every node, each with its rank"
+    return ""
+
+
+def signal_name(exit_code: int) -> str | None:
+    """`SIGKILL` for -9; None for an exit code without a signal."""
+    try:
+        return signal.Signals(-exit_code).name if exit_code < 0 else None
+    except ValueError:
+        return f"signal {-exit_code}"
+
+
+def _aborted(printed: str) -> str:
+    """The message of an uncaught C++ exception; empty if there was none."""
+    said = re.findall(r"^ *what\(\): *(.+)$", printed, re.MULTILINE)
+    return said[-1] if said else ""
+
+
+def _seconds(text: str) -> float:
+    try:
+        return round(time.mktime(time.strptime(text, "%Y-%m-%d_%H:%M:%S")) + clock.shift(), 3)
+    except ValueError:
+        return clock.now()
 
 
 # ---- the main loop
@@ -433,7 +607,7 @@ class Watch:
         name = signal_name(exit_code or 0)
         if name:
             return f"torchrun was terminated by {name}"
-        said = last_line(self._folder, self._folder.launcher_log)
+        said = last_line(self._folder.end_of(self._folder.launcher_log))[:_LONGEST]
         if self._engine != local.ENGINE:
             return said
         return unanswered(self._folder, self._endpoint) or f"torchrun exited with code {exit_code}: {said}"

@@ -24,6 +24,7 @@ from msgspec import structs
 
 from labkit.analysis.metrics import median
 from labkit.common.arguments import Number
+from labkit.common.text import last_line
 from labkit.common.units import size
 from labkit.launch.local import standing_environment
 from labkit.prediction.links import LinkTable, Point
@@ -163,8 +164,8 @@ def _check(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, deadline: flo
     """Raises `CalibrationError` if a rank has failed, or if they take too long."""
     for number, rank in enumerate(ranks):
         if rank.returncode:
-            text = (folder / f"{number}.err").read_text(encoding="utf-8", errors="replace").strip()
-            why = text.splitlines()[-1].strip() if text else f"exit code {rank.returncode}"
+            text = (folder / f"{number}.err").read_text(encoding="utf-8", errors="replace")
+            why = last_line(text) or f"exit code {rank.returncode}"
             raise CalibrationError(f"communication could not be measured: rank {number} failed ({why})")
     if time.monotonic() > deadline:
         raise CalibrationError(f"communication could not be measured: the ranks took more than {_LIMIT:g} s")

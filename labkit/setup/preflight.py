@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from labkit.common.text import last_line
 from labkit.setup import environment
 
 # ---- what a row of the tables needs
@@ -233,7 +234,7 @@ def all_reduce(backend: str) -> tuple[float, str]:
             for rank in ranks:
                 _, text = rank.communicate(timeout=max(1.0, began + _LIMIT - time.monotonic()))
                 if rank.returncode:
-                    error = error or _last_line(text) or f"exit code {rank.returncode}"
+                    error = error or last_line(text) or f"exit code {rank.returncode}"
         except subprocess.TimeoutExpired:
             error = f"no answer within {_LIMIT:g} s"
         finally:
@@ -253,10 +254,5 @@ def _ask(code: str) -> tuple[dict[str, Any], str]:
     except subprocess.TimeoutExpired:
         return {}, f"no answer within {_LIMIT:g} s"
     if answer.returncode:
-        return {}, _last_line(answer.stderr) or f"exit code {answer.returncode}"
-    return json.loads(_last_line(answer.stdout)), ""
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else ""
+        return {}, last_line(answer.stderr) or f"exit code {answer.returncode}"
+    return json.loads(last_line(answer.stdout)), ""

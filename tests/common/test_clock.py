@@ -12,7 +12,7 @@ from labkit.analysis.metrics import pace, seconds_left
 from labkit.analysis.summary import summarise
 from labkit.figures.charts import memory
 from labkit.frontends.terminal import _figures_of_run
-from labkit.launch import report
+from labkit.launch import watch
 from labkit.probe.traffic import since_then
 from labkit.record import clock
 from labkit.record.documents import Durations
@@ -73,7 +73,7 @@ def test_a_failure_that_torchrun_stamped_is_put_on_the_same_clock(tmp_path, syst
     folder.launcher_log.write_text(
         f"  time      : {stamped}\n  host      : here\n  rank      : 1 (local_rank: 1)\n  exitcode  : 3 (pid: 7)\n"
     )
-    assert abs(report.failures(folder)[1].t - began) < 60
+    assert abs(watch.failures(folder)[1].t - began) < 60
 
 
 def test_every_process_of_a_run_has_one_clock_and_other_machines_their_own(monkeypatch):

@@ -14,7 +14,7 @@ from commands import called
 from fabricate import FakeRun
 
 from labkit import SpecError
-from labkit.launch import local, report
+from labkit.launch import local, watch
 from labkit.plan.nodes import Node
 from labkit.probe import hosts
 from labkit.probe.hosts import Beats
@@ -62,9 +62,9 @@ def test_a_node_without_an_answer_says_what_to_do():
         ("ValueError: x", ""),
     ):
         folder.launcher_log.write_text(said)
-        why = report.unanswered(folder, "a:1")
+        why = watch.unanswered(folder, "a:1")
         assert why.startswith(found) and bool(why) == bool(found)
-    assert report.unanswered(folder, None) == ""
+    assert watch.unanswered(folder, None) == ""
 
 
 def test_the_command_of_a_node():

@@ -16,7 +16,8 @@ from conftest import wait_until
 from machines import LAPTOP
 
 from labkit.common.processes import identity, is_same, living
-from labkit.launch import local, report
+from labkit.common.text import last_line
+from labkit.launch import local, watch
 from labkit.plan.spec import Spec
 from labkit.record.documents import Status, Unreadable
 from labkit.record.folder import RunFolder, runs_root
@@ -257,7 +258,7 @@ def test_the_report_of_failed_ranks(folder):
     place = folder.logs / "none_abc" / "attempt_0" / "2"
     place.mkdir(parents=True)
     (place / "stderr.log").write_text("Traceback\nModuleNotFoundError: No module named 'lightning'\n\n")
-    found = report.failures(folder)
+    found = watch.failures(folder)
     assert {rank: (failure.exit_code, failure.signal) for rank, failure in found.items()} == {
         0: (-15, "SIGTERM"),
         1: (-9, "SIGKILL"),
@@ -268,7 +269,7 @@ def test_the_report_of_failed_ranks(folder):
 
 
 def test_a_log_without_a_report(folder):
-    assert report.failures(folder) == {}
+    assert watch.failures(folder) == {}
     folder.launcher_log.write_bytes(b"\xff\xfe torchrun: error: no such rank : 3\n\n")
-    assert report.failures(folder) == {}
-    assert report.last_line(folder, folder.launcher_log).endswith("no such rank : 3")
+    assert watch.failures(folder) == {}
+    assert last_line(folder.end_of(folder.launcher_log)).endswith("no such rank : 3")
