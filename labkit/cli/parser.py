@@ -19,91 +19,6 @@ from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE
 from labkit.setup.environment import OPTIONAL, TEXT_ONLY
 from labkit.training.strategies import BASELINE, STRATEGIES
 
-# ---- the flags of the commands for jobs that leave this lab
-
-
-_NODES = Number(int, 1, 65_536)
-_NODE_RANK = Number(int, 0, 65_535)
-
-
-def add_jobs(
-    add: Callable[..., argparse.ArgumentParser],
-    add_fields: Callable[[argparse.ArgumentParser], None],
-    number: Callable[[str, Number], Callable[[str], Any]],
-) -> None:
-    """Adds the commands with `add(name, help)`; `add_fields` adds the flags of a Spec, `number` checks a number."""
-    pack = add("pack", "write a job as a zip that runs without labkit: script, commands, batch files, requirements")
-    pack.add_argument("name", metavar="RUN|STRATEGY|PATH.py", help="a recorded run, a strategy or your own script")
-    pack.add_argument("-o", "--output", metavar="FILE.zip", help="output file (default: NAME.zip)")
-    _placed(pack, number)
-    add_fields(pack)
-
-    submit = add("submit", "submit a run to Slurm or Kubeflow, or write a job file of Kubeflow or SkyPilot", json=True)
-    submit.add_argument("what", metavar="STRATEGY|PATH.py", nargs="?", help="a strategy or your own script")
-    submit.add_argument("-m", dest="module", metavar="MODULE", help="submit your own module, like python -m")
-    submit.add_argument(
-        "--engine",
-        metavar="E",
-        default="slurm",
-        help="slurm, kubeflow or skypilot, which only writes a file (default: slurm)",
-    )
-    submit.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE.yaml",
-        help="write the job file of kubeflow instead, or name that of skypilot (default: NAME-skypilot.yaml)",
-    )
-    _placed(submit, number)
-    add_fields(submit)
-
-    unpack = add("unpack", "unpack a job into a new folder, after checking that nothing in it can do harm there")
-    unpack.add_argument("name", metavar="FILE.zip")
-    unpack.add_argument("-o", "--output", metavar="DIR", help="new folder (default: the name of the file)")
-
-    gather = add("gather", "put the run folders of the nodes of one run together in a new one")
-    gather.add_argument("names", metavar="RUN", nargs="+", help="the folder of each node, a name or a path")
-    gather.add_argument("-o", "--output", metavar="DIR", required=True, help="new run folder")
-
-
-def add_nodes(run: argparse.ArgumentParser, number: Callable[[str, Number], Callable[[str], Any]]) -> None:
-    """Adds the flags of a run on several machines; `nodes` is (least, most), with `least` None for a fixed number."""
-    count = number("--nodes", _NODES)
-
-    def counts(text: str) -> tuple[int | None, int]:
-        least, colon, most = text.rpartition(":")
-        return (count(least) if colon else None), count(most)
-
-    run.add_argument(
-        "--nodes",
-        type=counts,
-        default=(None, 1),
-        metavar="N|MIN:MAX",
-        help="nodes among which the ranks of --nproc are divided; with MIN:MAX, the run continues when nodes leave and"
-        " join (default: 1)",
-    )
-    run.add_argument(
-        "--node-rank", type=number("--node-rank", _NODE_RANK), metavar="K", help="this node, from 0 to N - 1"
-    )
-    run.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="an address and a free port of node 0")
-
-
-def _nodes(command: argparse.ArgumentParser, number: Callable[[str, Number], Callable[[str], Any]]) -> None:
-    command.add_argument(
-        "--nodes",
-        type=number("--nodes", _NODES),
-        default=1,
-        metavar="N",
-        help="nodes among which the ranks of --nproc are divided (default: 1)",
-    )
-
-
-def _placed(command: argparse.ArgumentParser, number: Callable[[str, Number], Callable[[str], Any]]) -> None:
-    _nodes(command, number)
-    command.add_argument(
-        "--profile", metavar="NAME", default="default", help="settings of a site, from labkit.conf (default: default)"
-    )
-
-
 # ---- the commands and their flags, for argparse
 
 
@@ -115,15 +30,9 @@ _COLD = (
     " possible)"
 )
 _TOOLS = "tensorboard, trackio, wandb, mlflow, perfetto, csv, parquet"
-_SPEED = Number(float, 0.01, 10_000.0)
-_KEEP = Number(int, 0, 1_000_000)
-_PORT = Number(int, 1, 65_535)
 _RANK = Number(int, 0, 65_535)
+_NODES = Number(int, 1, 65_536)
 _CALIBRATED = Number(int, 2, 65_536)
-_TIMEOUT = Number(float, 5.0, 3600.0)
-_MINUTES = Number(int, 1, 1440)
-_ROWS = Number(int, 1, 1_000_000)
-_SHOWN_FOR = Number(float, 0.1, 1440.0)
 
 
 class UsageError(Exception):
@@ -146,6 +55,13 @@ def _checked_by(check: Callable[[str], Any]) -> Callable[[str], Any]:
     return convert
 
 
+def _add_number(
+    command: argparse.ArgumentParser, flag: str, bounds: Number, help: str, default: Any = None, metavar: str = "N"
+) -> None:
+    """Adds a flag that takes a number within bounds."""
+    command.add_argument(flag, type=_number(flag, bounds), default=default, metavar=metavar, help=help)
+
+
 class _Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any):
         super().__init__(**settings, allow_abbrev=False)
@@ -162,9 +78,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
 
     lab = commands.add("lab", "start JupyterLab on the first lab (arguments after -- go to JupyterLab)")
     lab.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
-    lab.add_argument(
-        "--port", type=_number("--port", _PORT), metavar="N", help="port (default: 8888, or the next free one)"
-    )
+    _add_number(lab, "--port", Number(int, 1, 65_535), "port (default: 8888, or the next free one)")
     lab.add_argument(
         "--ip",
         type=_checked_by(partial(check_address, "--ip")),
@@ -181,25 +95,20 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     )
 
     run = commands.add("run", "run a strategy, or your own script: run train.py --nproc 2 -- ARGUMENTS", json=True)
-    run.add_argument(
-        "what", metavar="STRATEGY|PATH.py", nargs="?", help=f"your own script, or one of {', '.join(STRATEGIES)}"
-    )
-    run.add_argument("-m", dest="module", metavar="MODULE", help="run your own module as a script, like python -m")
+    own_or_strategy = f"your own script, or one of {', '.join(STRATEGIES)}"
+    _add_what(run, "run your own module as a script, like python -m", own_or_strategy)
     _add_fields(run)
     run.add_argument(
         "--detach", action="store_true", help="return at once; the run continues after this terminal is closed"
     )
     run.add_argument("--cold", action="store_true", help=_COLD)
     run.add_argument("--export", metavar="TOOL,…", help=f"also export it while it runs, to one or several of {_TOOLS}")
-    add_nodes(run, _number)
+    _add_nodes(run)
 
     predict = commands.add(
         "predict", "predict the memory and traffic of each rank, without running anything and without a GPU", json=True
     )
-    predict.add_argument(
-        "what", metavar="STRATEGY|PATH.py", nargs="?", help=f"your own script, or one of {', '.join(STRATEGIES)}"
-    )
-    predict.add_argument("-m", dest="module", metavar="MODULE", help="predict your own module, like python -m")
+    _add_what(predict, "predict your own module, like python -m", own_or_strategy)
     predict.add_argument(
         "--machine",
         metavar="NAME",
@@ -224,7 +133,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         "--keep", metavar="NAME", help="make a run of them, for show, compare, export, handout and the panel"
     )
 
-    add_jobs(commands.add, _add_fields, _number)
+    _add_jobs(commands)
 
     script = commands.add("script", "print the script that a strategy runs")
     script.add_argument("what", metavar="STRATEGY", help=", ".join(STRATEGIES))
@@ -258,7 +167,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     show.add_argument("--follow", action="store_true", help="update until the run is over; Ctrl-C leaves it running")
     stop = commands.add("stop", "stop a run and all of its processes")
     logs = commands.add("logs", "print the complete output of one rank, all attempts in order")
-    logs.add_argument("--rank", type=_number("--rank", _RANK), default=0, metavar="N", help="the rank (default: 0)")
+    _add_number(logs, "--rank", _RANK, "the rank (default: 0)", default=0)
     logs.add_argument(
         "--stream",
         type=_checked_by(lambda text: check_choice("--stream", text, STREAMS)),
@@ -281,8 +190,8 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         help="folder for the export (default: exports/TOOL; of trackio, wandb and mlflow, where they keep their runs)",
     )
     replay = commands.add("replay", "replay a recorded run in this terminal")
-    replay.add_argument(
-        "--speed", type=_number("--speed", _SPEED), default=1.0, metavar="X", help="speed-up factor (default: 1)"
+    _add_number(
+        replay, "--speed", Number(float, 0.01, 10_000.0), "speed-up factor (default: 1)", default=1.0, metavar="X"
     )
     for command in (show, stop, logs, capture, export, replay):
         command.add_argument(
@@ -294,9 +203,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         )
 
     clean = commands.add("clean", "delete recorded runs that are over")
-    clean.add_argument(
-        "--keep", type=_number("--keep", _KEEP), default=0, metavar="N", help="keep the newest N (default: 0)"
-    )
+    _add_number(clean, "--keep", Number(int, 0, 1_000_000), "keep the newest N (default: 0)", default=0)
     clean.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     progress = commands.add(
         "progress", "show your exercises (open, tried or done) and the error of your predictions", json=True
@@ -314,12 +221,12 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     )
     classroom.add_argument("folder", metavar="FOLDER", help="a folder with a subfolder or zip for each learner")
     classroom.add_argument("--grades", metavar="FILE.csv", help="grades of labkit grade (default: FOLDER-grades.csv)")
-    classroom.add_argument(
+    _add_number(
+        classroom,
         "--minutes",
-        type=_number("--minutes", _SHOWN_FOR),
+        Number(float, 0.1, 1440.0),
+        "show runs that have failed in the last N minutes (default: 10)",
         default=10.0,
-        metavar="N",
-        help="show runs that have failed in the last N minutes (default: 10)",
     )
     classroom.add_argument("--hide-names", action="store_true", help="put numbers in place of names everywhere")
     classroom.add_argument("--html", metavar="FILE.html", help="write one page that works offline")
@@ -333,12 +240,13 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         help="an exercise such as build_data_parallel.naive; may be repeated (default: all that a file answers)",
     )
     grade.add_argument("-o", "--output", metavar="FILE.csv", help="output file (default: FOLDER-grades.csv)")
-    grade.add_argument(
+    _add_number(
+        grade,
         "--timeout",
-        type=_number("--timeout", _TIMEOUT),
+        Number(float, 5.0, 3600.0),
+        "seconds after which the ranks of one answer are killed (default: 120)",
         default=120.0,
         metavar="S",
-        help="seconds after which the ranks of one answer are killed (default: 120)",
     )
     glossary = commands.add("glossary", "define a term of distributed training, or list all terms", json=True)
     glossary.add_argument(
@@ -352,13 +260,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     claims = commands.add("claims", "test common claims about distributed training on this machine", json=True)
     claims.add_argument("names", metavar="NAME", nargs="*", help="claims to test (default: all)")
     claims.add_argument("--quick", action="store_true", help="only claims that can be decided without a run")
-    claims.add_argument(
-        "--rounds",
-        type=_number("--rounds", ROUNDS),
-        default=3,
-        metavar="N",
-        help="repetitions of each run (default: 3)",
-    )
+    _add_number(claims, "--rounds", ROUNDS, "repetitions of each run (default: 3)", default=3)
     handout = commands.add("handout", "write a lab, a run or all labs as self-contained HTML files that work offline")
     handout.add_argument(
         "name", metavar="LAB.py|RUN", nargs="?", help="a lab, which is executed first, or a recorded run"
@@ -395,20 +297,17 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         action="store_true",
         help="first measure how long collectives take between ranks, for predictions (less than 30 s for 2 ranks)",
     )
-    doctor.add_argument(
-        "--nproc",
-        type=_number("--nproc", _CALIBRATED),
-        metavar="RANKS",
-        help="ranks for --calibrate (default: all GPUs, or 2 CPU ranks)",
+    _add_number(
+        doctor, "--nproc", _CALIBRATED, "ranks for --calibrate (default: all GPUs, or 2 CPU ranks)", metavar="RANKS"
     )
     bench = commands.add("bench", "measure the performance of the lab itself", json=True)
     bench.add_argument("--only", metavar="NAME", help="only one benchmark, such as training_kills (default: all)")
     for name, bounds, help in (
         ("--rounds", ROUNDS, "rounds of the kill matrices at each moment (default: a few)"),
-        ("--minutes", _MINUTES, "minutes of memory_growth (default: 15); limit for training_kills"),
+        ("--minutes", Number(int, 1, 1440), "minutes of memory_growth (default: 15); limit for training_kills"),
         ("--ranks", _CALIBRATED, "CPU ranks of memory_growth (default: 8)"),
     ):
-        bench.add_argument(name, type=_number(name, bounds), metavar="N", help=help)
+        _add_number(bench, name, bounds, help)
     bench.add_argument("--results", metavar="FILE", help="JSON lines to append to; training_kills continues them")
     bench.add_argument("--save", action="store_true", help="keep the figures, and write them into MEASUREMENTS.md")
     return parser, commands.names
@@ -468,13 +367,86 @@ def _add_atlas(commands: _Commands) -> None:
         ("source", "TEXT", "only sources whose name contains a text, such as Playbook"),
     ):
         atlas.add_argument(f"--{name}", metavar=metavar, help=help)
-    atlas.add_argument(
-        "--limit", type=_number("--limit", _ROWS), default=30, metavar="N", help="rows of the table (default: 30)"
-    )
+    _add_number(atlas, "--limit", Number(int, 1, 1_000_000), "rows of the table (default: 30)", default=30)
     atlas.add_argument(
         "--by", metavar="WHAT", help="what colours show: model (default), tp, pp, sharding, gpus or source"
     )
     atlas.add_argument("-o", "--output", metavar="FILE.html", help="write the chart as a page that works offline")
+
+
+def _add_jobs(commands: _Commands) -> None:
+    """The commands for jobs that leave this lab."""
+    pack = commands.add(
+        "pack", "write a job as a zip that runs without labkit: script, commands, batch files, requirements"
+    )
+    pack.add_argument("name", metavar="RUN|STRATEGY|PATH.py", help="a recorded run, a strategy or your own script")
+    pack.add_argument("-o", "--output", metavar="FILE.zip", help="output file (default: NAME.zip)")
+    _add_placement(pack)
+    _add_fields(pack)
+
+    submit = commands.add(
+        "submit", "submit a run to Slurm or Kubeflow, or write a job file of Kubeflow or SkyPilot", json=True
+    )
+    _add_what(submit, "submit your own module, like python -m", "a strategy or your own script")
+    submit.add_argument(
+        "--engine",
+        metavar="E",
+        default="slurm",
+        help="slurm, kubeflow or skypilot, which only writes a file (default: slurm)",
+    )
+    submit.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE.yaml",
+        help="write the job file of kubeflow instead, or name that of skypilot (default: NAME-skypilot.yaml)",
+    )
+    _add_placement(submit)
+    _add_fields(submit)
+
+    unpack = commands.add(
+        "unpack", "unpack a job into a new folder, after checking that nothing in it can do harm there"
+    )
+    unpack.add_argument("name", metavar="FILE.zip")
+    unpack.add_argument("-o", "--output", metavar="DIR", help="new folder (default: the name of the file)")
+
+    gather = commands.add("gather", "put the run folders of the nodes of one run together in a new one")
+    gather.add_argument("names", metavar="RUN", nargs="+", help="the folder of each node, a name or a path")
+    gather.add_argument("-o", "--output", metavar="DIR", required=True, help="new run folder")
+
+
+def _add_placement(command: argparse.ArgumentParser) -> None:
+    _add_number(
+        command, "--nodes", _NODES, "nodes among which the ranks of --nproc are divided (default: 1)", default=1
+    )
+    command.add_argument(
+        "--profile", metavar="NAME", default="default", help="settings of a site, from labkit.conf (default: default)"
+    )
+
+
+def _add_nodes(run: argparse.ArgumentParser) -> None:
+    """The flags of a run on several machines; `nodes` is (least, most), with `least` None for a fixed number."""
+    count = _number("--nodes", _NODES)
+
+    def counts(text: str) -> tuple[int | None, int]:
+        least, colon, most = text.rpartition(":")
+        return (count(least) if colon else None), count(most)
+
+    run.add_argument(
+        "--nodes",
+        type=counts,
+        default=(None, 1),
+        metavar="N|MIN:MAX",
+        help="nodes among which the ranks of --nproc are divided; with MIN:MAX, the run continues when nodes leave and"
+        " join (default: 1)",
+    )
+    _add_number(run, "--node-rank", _RANK, "this node, from 0 to N - 1", metavar="K")
+    run.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="an address and a free port of node 0")
+
+
+def _add_what(command: argparse.ArgumentParser, module: str, what: str) -> None:
+    """What the command is about, with the help for it, and for a module."""
+    command.add_argument("what", metavar="STRATEGY|PATH.py", nargs="?", help=what)
+    command.add_argument("-m", dest="module", metavar="MODULE", help=module)
 
 
 def _add_fields(command: argparse.ArgumentParser) -> None:
@@ -597,7 +569,13 @@ def fields_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def options_of(args: argparse.Namespace) -> dict[str, str]:
     """The options that were given as --option NAME=VALUE."""
-    return _options(args.option or ())
+    options = {}
+    for text in args.option or ():
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise SpecError("options", f"option {shown(text)} has no value; write --option NAME=VALUE")
+        options[name] = value
+    return options
 
 
 def _extras(args: argparse.Namespace) -> tuple[str, ...]:
@@ -612,16 +590,6 @@ def _extras(args: argparse.Namespace) -> tuple[str, ...]:
             raise UsageError(_unknown("extra", name, OPTIONAL))
     args.extras_asked = tuple(dict.fromkeys(asked))
     return tuple(dict.fromkeys((*args.extras, *asked)))
-
-
-def _options(given: Iterable[str]) -> dict[str, str]:
-    options = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise SpecError("options", f"option {shown(text)} has no value; write --option NAME=VALUE")
-        options[name] = value
-    return options
 
 
 def _whats(args: argparse.Namespace) -> list[str]:
