@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
 from rich.syntax import Syntax
 
 from labkit.cli.parser import options_of
-from labkit.cli.shared import WIDE, Refused, console, find, say
+from labkit.cli.shared import WIDE, Refused, console, file_to_write, find, refusing, say
 from labkit.common.files import write_atomically
 from labkit.course import glossary as terms
 from labkit.frontends.console import Console
@@ -77,29 +76,22 @@ def atlas(args: argparse.Namespace) -> int:
         wanted["gpus"] = [WHOLE["devices"].from_text(number.strip()) for number in args.gpus.split(",")]
     if args.by is not None and args.output is None:
         raise Refused("--by colours the chart; add -o FILE.html, or remove --by")
-    try:
+    with refusing(LookupError, ValueError):
         found = atlas_of(**wanted)
         page = None if args.output is None else found.page(args.by or "model")
-    except (LookupError, ValueError) as error:
-        raise Refused(error.args[0]) from None
     if page is not None:
-        _write(Path(args.output), page, args)
+        path = file_to_write(args.output, "")
+        try:
+            write_atomically(path, page)
+        except OSError as error:
+            raise Refused(f"{path} cannot be written: {error.strerror}") from None
+        say(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
     if args.json:
         print(json.dumps(found.to_json()))
     elif page is None:
         found.limit = args.limit
         console(args, _WIDER).print(tables_of(found))
     return 0
-
-
-def _write(path: Path, page: str, args: argparse.Namespace) -> None:
-    if path.is_dir():
-        raise Refused(f"{path} is a folder; give the name of the file with -o")
-    try:
-        write_atomically(path, page)
-    except OSError as error:
-        raise Refused(f"{path} cannot be written: {error.strerror}") from None
-    say(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
 # ---- the command explain
@@ -139,10 +131,8 @@ def glossary(args: argparse.Namespace) -> int:
         else:
             say(*(term.title for term in terms.TERMS))
         return 0
-    try:
+    with refusing(LookupError):
         term = terms.find(" ".join(args.term))
-    except LookupError as error:
-        raise Refused(error.args[0]) from None
     if args.json:
         print(json.dumps(term.to_json()))
     else:
@@ -230,7 +220,7 @@ def _pages(args: argparse.Namespace) -> tuple[list[Path], list[str]]:
                 " it out"
             )
         folder = find(args.name)
-        return [run_page(folder).write(_output(args.output, f"{folder.name}.html"))], []
+        return [run_page(folder).write(file_to_write(args.output, f"{folder.name}.html"))], []
     settings = {"audience": reader, "recorded": _runs_folder(args.recorded)}
     with Progress() as progress:
         if args.all:
@@ -240,17 +230,16 @@ def _pages(args: argparse.Namespace) -> tuple[list[Path], list[str]]:
                 **settings,
                 report=progress.step,
             )
-        path = _output(args.output, f"{Path(args.name).stem}.html")
+        path = file_to_write(args.output, f"{Path(args.name).stem}.html")
         return [lab_page(Path(args.name), **settings, report=progress.step).write(path)], []
 
 
 def notebook(args: argparse.Namespace) -> int:
     """Writes a lab as an .ipynb file, and what Kaggle needs to know about it."""
-    from labkit.common.files import write_atomically
     from labkit.frontends.handout import LabError, for_kaggle, to_import
 
     lab = Path(args.name)
-    path = _output(args.output, str(lab.parent / f"{lab.stem}.ipynb"))
+    path = file_to_write(args.output, str(lab.parent / f"{lab.stem}.ipynb"))
     try:
         metadata = None if args.kaggle is None else for_kaggle(path, args.kaggle)
         say(str(to_import(lab, path, source=args.source)))
@@ -262,13 +251,6 @@ def notebook(args: argparse.Namespace) -> int:
     except OSError as error:
         raise Refused(f"{path} cannot be written: {error.strerror}") from None
     return 0
-
-
-def _output(given: str | None, default: str) -> Path:
-    path = Path(given or default)
-    if os.path.isdir(path):  # noqa: PTH112 a name that is too long is no folder
-        raise Refused(f"{path} is a folder; give the name of the file with -o")
-    return path
 
 
 def _runs_folder(given: str | None) -> Path | None:

@@ -17,7 +17,17 @@ from typing import Any
 from labkit import jobs
 from labkit.analysis.summary import recorded_summary, summarise, summary_or_reason
 from labkit.cli.parser import fields_of
-from labkit.cli.shared import WIDE, Refused, console, find, find_followed, interrupts, say
+from labkit.cli.shared import (
+    WIDE,
+    Refused,
+    console,
+    file_to_write,
+    find,
+    find_followed,
+    interrupts,
+    refusing,
+    say,
+)
 from labkit.common.arguments import shown
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import counted, size
@@ -56,10 +66,8 @@ def runs(args: argparse.Namespace) -> int:
 def _leases(args: argparse.Namespace) -> int:
     from labkit.launch.leases import LeaseError, tickets
 
-    try:
+    with refusing(LeaseError, code=1):
         waiting = tickets()
-    except LeaseError as error:
-        raise Refused(str(error), code=1) from None
     if args.json:
         print(json.dumps({"leases": [asdict(ticket) for ticket in waiting]}))
     elif waiting:
@@ -82,10 +90,8 @@ def run(args: argparse.Namespace) -> int:
     from labkit.launch.job import LaunchError, draw_data, undrawn
     from labkit.runs.handle import Run, exported_live, settle, start, start_node
 
-    try:
+    with refusing(ValueError):
         tools = exported_live(args.export or (), args.detach)
-    except ValueError as error:
-        raise Refused(str(error)) from None
     node = node_of(args)
     spec = settle(args.specs[0], nodes=node.nodes if node else 1)
     starting = partial(start_node, spec, node) if node else partial(start, spec)
@@ -97,10 +103,8 @@ def run(args: argparse.Namespace) -> int:
             draw_data(spec)
 
     with interrupts() as interrupted:
-        try:
+        with refusing(LaunchError, OSError, code=1):
             job = Run(starting(detached=args.detach, cold=args.cold, stdin=None if args.detach else _stdin()), tools)
-        except (LaunchError, OSError) as error:
-            raise Refused(str(error), code=1) from None
         if args.detach:
             _detached(job.name, args.json)
             return 0
@@ -200,10 +204,8 @@ def stop(args: argparse.Namespace) -> int:
         if not job.has_processes:
             raise
     left = job.has_processes
-    try:
+    with refusing(LaunchError, code=1):
         words = job.stop()
-    except LaunchError as error:
-        raise Refused(str(error), code=1) from None
     if trouble:
         words = f"its processes have been terminated; it cannot be read: {trouble}"
     elif before == "imported":
@@ -220,10 +222,8 @@ def _stop_deleted(name: str) -> bool:
     """Terminates the processes of a run whose folder was deleted; False if no process carries the tag of such a run."""
     from labkit.launch.job import end_deleted
 
-    try:
+    with refusing(LookupError):
         path = end_deleted(name)
-    except LookupError as error:
-        raise Refused(error.args[0]) from None
     if path:
         missing = RunFolder(path).spec if os.path.lexists(path) else path
         say(f"{missing} was deleted while its run was in progress; the processes of the run have been terminated")
@@ -235,10 +235,8 @@ def capture(args: argparse.Namespace) -> int:
     from labkit.runs.handle import Run
 
     folder = find(args.name)
-    try:
+    with refusing(LookupError, code=1):
         step = Run.attach(folder.path).capture(args.snapshot)
-    except LookupError as error:
-        raise Refused(str(error), code=1) from None
     say(f"step {step} of {folder.name} will be profiled; display it with: labkit show {folder.name}")
     return 0
 
@@ -300,11 +298,8 @@ def compare(args: argparse.Namespace) -> int:
     fields = fields_of(args)
     stopped, changed = False, None
     if args.strategies is None:
-        given = [name for name, value in fields.items() if value is not None and value != {}]
-        if given:
-            raise Refused(
-                f"--{given[0].replace('_', '-')} has no effect on recorded runs; add --strategies to start new runs"
-            )
+        if given := _first_field(fields):
+            raise Refused(f"{given} has no effect on recorded runs; add --strategies to start new runs")
         folders, unreadable = [find(name) for name in args.runs], {}
         if not folders:
             there, unreadable = RunFolder.readable(RunFolder.all())
@@ -351,10 +346,8 @@ def _compared(comparing: Any, args: argparse.Namespace) -> tuple:
         found = terminal.watch_comparison(comparing.start(), console(args, WIDE), stop_once)
         if stopping.ident:
             stopping.join()
-        try:
+        with refusing(LaunchError, OSError, code=1):
             comparing.wait()
-        except (LaunchError, OSError) as error:
-            raise Refused(str(error), code=1) from None
     return found
 
 
@@ -410,9 +403,7 @@ def pack(args: argparse.Namespace) -> int:
     job = portable_of(args)
     run = None if args.specs else find(args.name)
     recorded = run if run and is_recorded(run) else None
-    path = Path(args.output or f"{job.name}.zip")
-    if os.path.isdir(path):  # noqa: PTH112 a name that is too long is no folder
-        raise Refused(f"{path} is a folder; give the name of the file with -o")
+    path = file_to_write(args.output, f"{job.name}.zip")
     try:
         jobs.pack(job, profile_of(args), path, recorded)
     except OSError as error:
@@ -471,17 +462,18 @@ def portable_of(args: argparse.Namespace) -> jobs.Portable:
     """The job of the arguments: of a strategy or script with its flags, or of a recorded run."""
     if args.specs:
         return jobs.of_spec(with_ranks(args.specs[0]), args.nodes)
-    given = [name for name, value in fields_of(args).items() if value is not None and value != {}]
-    if given:
-        raise Refused(
-            f"--{given[0].replace('_', '-')} has no effect on a recorded run, {args.name}; name a strategy or a script"
-        )
+    if given := _first_field(fields_of(args)):
+        raise Refused(f"{given} has no effect on a recorded run, {args.name}; name a strategy or a script")
     return jobs.of_run(find(args.name), args.nodes)
+
+
+def _first_field(fields: dict[str, Any]) -> str:
+    """The first flag of a Spec that was given; empty if none was."""
+    given = [name for name, value in fields.items() if value is not None and value != {}]
+    return f"--{given[0].replace('_', '-')}" if given else ""
 
 
 def profile_of(args: argparse.Namespace) -> jobs.Profile:
     """The profile of the arguments."""
-    try:
+    with refusing(ConfigError):
         return jobs.profile(args.profile)
-    except ConfigError as error:
-        raise Refused(str(error)) from None

@@ -1,13 +1,15 @@
-"""Helpers of several commands: refusals, the console, and looking up runs."""
+"""Helpers of several commands: refusals, the console, and finding runs and the places of files."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from labkit.common.text import visible_line
 from labkit.frontends.console import Console
@@ -22,6 +24,23 @@ class Refused(Exception):
     def __init__(self, message: str, code: int = 2):
         super().__init__(message)
         self.code = code
+
+
+@contextmanager
+def refusing(*errors: type[Exception], code: int = 2) -> Iterator[None]:
+    """Within this context, such an error becomes a refusal with its message."""
+    try:
+        yield
+    except errors as error:
+        raise Refused(error.args[0] if isinstance(error, LookupError) else str(error), code) from None
+
+
+def file_to_write(given: str | None, default: str) -> Path:
+    """The file of -o, or the default."""
+    path = Path(given or default)
+    if os.path.isdir(path):  # noqa: PTH112 a name that is too long is no folder
+        raise Refused(f"{path} is a folder; give the name of the file with -o")
+    return path
 
 
 def console(args: argparse.Namespace, width: int | None = None) -> Console:
@@ -39,10 +58,8 @@ def say(*lines: str) -> None:
 
 def find(name: str) -> RunFolder:
     """The run called `name`; `Refused` with exit code 2 if there is none, or 1 if it cannot be read."""
-    try:
+    with refusing(LookupError):
         folder = RunFolder.find(name)
-    except LookupError as error:
-        raise Refused(error.args[0]) from None
     folder.require_readable()
     return folder
 
@@ -53,10 +70,8 @@ def find_followed(name: str) -> RunFolder:
     from labkit.launch.schedulers import follow_again
 
     folder = find(name)
-    try:
+    with refusing(LaunchError, OSError, code=1):
         follow_again(folder)
-    except (LaunchError, OSError) as error:
-        raise Refused(str(error), code=1) from None
     return folder
 
 
