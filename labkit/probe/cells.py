@@ -65,7 +65,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.probe.runner import clean, steps_of_this_rank
+from labkit.probe.runner import clean, steps_of_this_rank, text_of
 from labkit.probe.torch_private import SEQUENCE_NUMBER, WORLD
 from labkit.probe.values import NoValue, packed, unpacked
 from labkit.record.channel import receive, send, socket_name
@@ -621,9 +621,11 @@ def _described(error: BaseException, cell: str) -> dict[str, Any]:
             part.stack = traceback.StackSummary.from_list(own or part.stack)
             parts += [part.__cause__, part.__context__]
     lines = [frame.lineno for frame in short.stack if frame.filename == cell]
+    left = isinstance(error, bdb.BdbQuit)
+    message = "the debugger was left, which ends the cell" if left else text_of(error)
     return {
         "type": type(error).__name__,
-        "message": clipped(_message(error), MESSAGE_LIMIT),
+        "message": clipped(message, MESSAGE_LIMIT),
         "traceback": clipped("".join(short.format()).rstrip()),
         "line": lines[-1] if lines else 0,
     }
@@ -648,15 +650,6 @@ def _frame_text(number: int, frame: types.FrameType, line: int) -> str:
         said = " ".join(str(facts[fact]) for fact in ("shape", "dtype", "device") if fact in facts)
         lines.append(f"    {name}: {type(value).__name__} {said}".rstrip())
     return "\n".join(lines)
-
-
-def _message(error: BaseException) -> str:
-    if isinstance(error, bdb.BdbQuit):
-        return "the debugger was left, which ends the cell"
-    try:
-        return str(error)
-    except Exception:
-        return ""
 
 
 # ---- memory and collectives of a cell

@@ -1,4 +1,5 @@
-"""Two clocks with one interface: time marks and copies of a loss, both of which may become available later.
+"""Two clocks with one interface: time marks and copies of a loss, both of which may become available later; and
+copies of whole tensors from a GPU.
 
 A mark is a point in the device's work. On the CPU it is known immediately. On CUDA it is an event on the current
 stream; a query whether the device has passed it takes microseconds, and nothing waits for it during a step.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +119,42 @@ class CudaClock:
     def not_finite(self, copy: Any) -> bool:
         """Whether a copy has arrived and is NaN or infinite."""
         return self.copied(copy) and not math.isfinite(copy[0].item())
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph is being captured, during which nothing may be read."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class LateCopies:
+    """Copies of tensors that are on their way from a GPU to the host, so that nothing waits for it."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Any, list[torch.Tensor], Callable[[list[torch.Tensor]], None]]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, tensors: Sequence[torch.Tensor], arrived: Callable[[list[torch.Tensor]], None]) -> None:
+        """Starts to copy tensors, one of which is on a GPU; a later `read` passes the copies to `arrived`."""
+        copies = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
+                tensor, non_blocking=True
+            )
+            for tensor in tensors
+        ]
+        over = torch.cuda.Event()
+        over.record(torch.cuda.current_stream(next(tensor.device for tensor in tensors if tensor.is_cuda)))
+        self._waiting.append((over, copies, arrived))
+
+    def read(self, wait: bool = False) -> None:
+        """Passes on the copies that have arrived, in order, or all if it may `wait`."""
+        if is_captured():
+            return
+        while self._waiting and (wait or self._waiting[0][0].query()):
+            over, copies, arrived = self._waiting.pop(0)
+            over.synchronize()
+            arrived(copies)
 
 
 def clock_for(device: torch.device) -> CpuClock | CudaClock:

@@ -1,9 +1,9 @@
 """Installs torch's global hooks and forwards their calls to the parts of the probe.
 
 Only the thread that runs the script has steps and phases (`threads.py` selects it). A forward that autograd's threads
-recompute, or that a replica computes in another thread (measured in `replicas.py`), is part of the phase in which the
+recompute, or that a replica computes in another thread (measured there, too), is part of the phase in which the
 script's thread waits. The pair of hooks costs 2 to 3 µs per nested module, mostly in torch itself. Code that
-torch.compile traces sees hooks that do nothing (`untraced.py`); a model compiled in place (`model.compile()`) therefore
+torch.compile traces sees hooks that do nothing (`journal.py`); a model compiled in place (`model.compile()`) therefore
 has no forward phase, and its time is in "other".
 """
 
@@ -318,7 +318,7 @@ _PIPELINING = "torch.distributed.pipelining"
 def watch_backward(
     patches: Patches, watch: StepWatch, guard: Guard, follows: Callable[[bool], bool]
 ) -> Callable[[], None]:
-    """Reports every backward in the followed thread; `follows` (in hooks.py) returns whether the caller is in that
+    """Reports every backward in the followed thread; `follows` returns whether the caller is in that
     thread.
 
     The returned function also hooks what the script has imported since: pipeline stages, and DeepSpeed's scalers.

@@ -33,8 +33,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from labkit.probe.clocks import LateCopies, is_captured
 from labkit.probe.journal import Guard, Journal, compiling
-from labkit.probe.memory import local
+from labkit.probe.memory import is_fsdp_unit, local, parameters_of
 from labkit.probe.optimizers import Edge
 from labkit.probe.patches import Patches
 from labkit.probe.tensors import outermost
@@ -67,7 +68,6 @@ _GROUPS = 8  # parameter groups of an optimizer whose settings are recorded
 _NODES = 12  # operations between backward's root and the mean of the loss
 _UNSET = re.compile(r"""(?:environ(?:\.get)?\s*[\[(]|getenv\()\s*["']([A-Z][A-Z0-9_]*)["']""")
 _OF_A_LAUNCHER = re.compile(r"RANK|PROCID|LOCALID|WORLD|NTASKS|NPROC|_SIZE")
-_UNITS = ("FSDPModule", "FullyShardedDataParallel")
 _OPTIMIZERS = 8  # of a script with more, gradients that stay are not noticed
 _version = TENSOR_VERSION.reader(0)
 
@@ -116,7 +116,7 @@ class Looks:
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since backward began
         self._backwards = self._fetched = 0  # in this step
         self._wrapped = _WRAPPED  # events that are left
-        self._late: list[tuple[Any, torch.Tensor, Callable[[list[Any]], None]]] = []
+        self._late = LateCopies()
         self._fresh()
         patches.hook("looks", "torch.nn.modules.module.register_module_module_registration_hook", self._registered)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -234,7 +234,7 @@ class Looks:
         self._guard(self._look_at_scaled, optimizer)
 
     def _look_at_scaled(self, optimizer: torch.optim.Optimizer) -> None:
-        if any(id(parameter) in self._clips for group in optimizer.param_groups for parameter in group["params"]):
+        if any(id(parameter) in self._clips for parameter in parameters_of(optimizer)):
             self._step["scaled"] = True
 
     def _clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,22 +257,17 @@ class Looks:
 
     def _has_stepped(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether optimizers have used all of these gradients already."""
-        done = {
-            id(parameter)
-            for optimizer in self._stepped
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        done = set(map(id, parameters_of(*self._stepped)))
         clipped = [parameter for parameter in parameters if parameter.grad is not None]
         return bool(clipped) and all(id(parameter) in done for parameter in clipped)
 
     def _keep_norm(self, norm: torch.Tensor, limit: float) -> None:
-        if type(norm) is torch.Tensor and not (self._watch.memory_is_profiled or _is_captured()):
+        if type(norm) is torch.Tensor and not (self._watch.memory_is_profiled or is_captured()):
             self._norm = torch.stack((norm.detach().double(), torch.full_like(norm, limit).double()))[None]
 
     def _remember_gradient(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._used or len(self._used) < _OPTIMIZERS:
-            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            held = parameters_of(optimizer)
             parameter = next((parameter for parameter in held if parameter.grad is not None), None)
             if parameter is not None:
                 self._used[optimizer] = _Gradient(weakref.ref(parameter), _place(parameter))
@@ -348,7 +343,7 @@ class Looks:
         known = self._known_models()
         tensors = self._tensors()
         self._held = known, tensors
-        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        updated = set(map(id, parameters_of(optimizer)))
         with_gradient = [parameter for *_, parameter in tensors if parameter.grad is not None]
         if not with_gradient:
             self._step["gone"] = self._gradients is not None and bool(len(self._gradients))
@@ -367,12 +362,7 @@ class Looks:
         if not self._ordered:
             self._ordered, order = True, _order(tensors, optimizer)
             self._step["order"] = order if order != sorted(order) else []
-        held = {
-            id(parameter)
-            for stepping in self._watch.optimizers.few()
-            for group in stepping.param_groups
-            for parameter in group["params"]
-        }
+        held = set(map(id, parameters_of(*self._watch.optimizers.few())))
         self._step["unheld"] = [
             number
             for number, (*_, parameter) in enumerate(tensors)
@@ -396,7 +386,7 @@ class Looks:
     def step_ends(self, step: int) -> None:
         """A step is over."""
         if self._late:
-            self._timed(self._read, False)
+            self._timed(self._late.read)
         looked = step >= self._due
         if self._between and (looked or not self._sends_within):
             self._guard(self._count_calls, looked)
@@ -450,7 +440,7 @@ class Looks:
         tensors = self._tensors()
         if tensors:
             self._write(self._watch.finished, tensors, end=True)
-        self._read(True)
+        self._late.read(wait=True)
 
     def _write(self, step: int, tensors: list[Any], end: bool = False) -> None:
         self._track(tensors)
@@ -503,23 +493,10 @@ class Looks:
         self._soon(torch.cat(values), arrived)
 
     def _soon(self, values: torch.Tensor, arrived: Callable[[list[Any]], None]) -> None:
-        if not values.is_cuda:
+        if values.is_cuda:
+            self._late.add([values], lambda copies: arrived(copies[0].tolist()))
+        else:
             arrived(values.tolist())
-            return
-        host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        over = torch.cuda.Event()
-        over.record(torch.cuda.current_stream(values.device))
-        self._late.append((over, host, arrived))
-
-    def _read(self, wait: bool) -> None:
-        if _is_captured():
-            return
-        while self._late and (wait or self._late[0][0].query()):
-            over, host, arrived = self._late.pop(0)
-            if wait:
-                over.synchronize()
-            arrived(host.tolist())
 
     # ---- what is looked at
 
@@ -585,7 +562,7 @@ class Looks:
 
     def _sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Two numbers for each tensor, in one tensor on the device of the first one; None if nothing may be read."""
-        if _is_captured():
+        if is_captured():
             return None
         with torch.no_grad():
             parts = [_elements(tensor) for tensor in tensors]
@@ -650,7 +627,7 @@ def _parts(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
 def _order(tensors: Sequence[Any], optimizer: torch.optim.Optimizer) -> list[int]:
     """The numbers of the tracked tensors, in the order in which an optimizer holds them."""
     number = {id(tensor): which for which, (*_, tensor) in enumerate(tensors)}
-    held = (number.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"])
+    held = (number.get(id(parameter)) for parameter in parameters_of(optimizer))
     return [index for index in held if index is not None]
 
 
@@ -666,14 +643,8 @@ def _calls() -> dict[str, int]:
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
-    return any(kind.__name__ in _UNITS for part in model.modules() for kind in type(part).__mro__) or any(
-        hasattr(parameter, "placements") for parameter in model.parameters()
-    )
-
-
-def _is_captured() -> bool:
-    """Whether a CUDA graph is being captured, during which nothing may be read."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    are_dtensors = (hasattr(parameter, "placements") for parameter in model.parameters())
+    return any(map(is_fsdp_unit, model.modules())) or any(are_dtensors)
 
 
 def _place(parameter: torch.Tensor | None) -> tuple[int, int] | None:
@@ -751,7 +722,7 @@ def _random_states() -> dict[str, str]:
     if (numpy := sys.modules.get("numpy")) is not None:
         _, keys, position, *_ = numpy.random.get_state()
         states["numpy.random"] = keys.tobytes() + bytes(str(position), "ascii")
-    if torch.cuda.is_initialized() and not _is_captured():
+    if torch.cuda.is_initialized() and not is_captured():
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         states["torch.cuda"] = generator.get_state().numpy().tobytes()
     return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}

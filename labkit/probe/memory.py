@@ -295,6 +295,16 @@ def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(*value.values())
 
 
+def parameters_of(*optimizers: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters that optimizers hold, in order."""
+    return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])
+
+
+def is_fsdp_unit(module: torch.nn.Module) -> bool:
+    """Whether a module is wrapped by FSDP, of either version."""
+    return any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(module).__mro__)
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a distributed tensor, without communication; any other tensor is returned unchanged."""
     if type(tensor) in _PLAIN or not hasattr(tensor, "to_local"):
@@ -489,7 +499,7 @@ def states_of(
     models: Iterable[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], more: Iterable[torch.Tensor] = ()
 ) -> dict[str, Iterator[torch.Tensor | None]]:
     """The model states by owner: parameters, also of `more` modules, their gradients, and the optimizers' tensors."""
-    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    parameters = [*parameters_of(*optimizers)]
     parameters += [p for model in models for p in model.parameters()]
     parameters += more
     return {

@@ -236,7 +236,7 @@ class Watched:
         self.journal.write(
             "error",
             type=type(error).__name__,
-            message=clipped(_text(error), MESSAGE_LIMIT),
+            message=clipped(text_of(error), MESSAGE_LIMIT),
             traceback=clipped("".join(traceback.format_exception(error)).rstrip()),
             ops=(self._watch and self._guard(self._watch.recorder.newest)) or [],
             owners=(self._watch and self._guard(self._watch.memory.owners)) or {},
@@ -321,7 +321,8 @@ def _run(arguments: list[str]) -> None:
     exec(code_of(main, arguments), main.__dict__)
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """The message of an exception; empty if its class cannot say it."""
     try:
         return str(error)
     except Exception:

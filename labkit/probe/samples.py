@@ -14,8 +14,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from labkit.probe.clocks import LateCopies, is_captured
 from labkit.probe.journal import Guard, Journal, compiling
-from labkit.probe.memory import local, tensors_in
+from labkit.probe.memory import is_fsdp_unit, local, tensors_in
 from labkit.probe.patches import Patches
 
 # ---- facts that are compared across ranks
@@ -33,7 +34,6 @@ _ITEMS = 20  # steps in which calls of item are counted
 _SAVES = 50
 _LOADED = 16  # loaded state dicts that are recorded
 Value = TypeVar("Value")
-_UNITS = ("FSDPModule", "FullyShardedDataParallel")
 
 
 class ByIdentity(Generic[Value]):
@@ -88,7 +88,7 @@ class Observations:
         self._trained: ByIdentity[set[int]] = ByIdentity()  # by data set: the indices that are trained on
         self._divided: ByIdentity[bool] = ByIdentity()
         self._models_left, self._input_step = _MODELS, 0
-        self._copies: list[tuple[int, Any, list[torch.Tensor]]] = []  # of inputs on GPUs: step, end of the copy, rows
+        self._copies = LateCopies()  # of inputs on GPUs
         self._stepped: set[int] = set()
         self._samplers: ByIdentity[int] = ByIdentity()
         self._numbers = count()
@@ -105,7 +105,7 @@ class Observations:
         """A module is called with gradients for the first time; it counts as a model if it has trainable parameters."""
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return
-        units = sum(any(kind.__name__ in _UNITS for kind in type(part).__mro__) for part in model.modules())
+        units = sum(map(is_fsdp_unit, model.modules()))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         self._journal.write("saw", what="model", name=type(model).__name__, units=units, parameters=parameters)
         if self._models_left:
@@ -133,34 +133,16 @@ class Observations:
         micro-batch.
         """
         if self._copies:
-            self._read_copies()
+            self._copies.read()
         step = self._step() + 1
         if self._left["input"] > len(self._copies) and step != self._input_step:
             self._input_step = step
             tensors = list(tensors_in(values))
             rows = [] if any(tensor.requires_grad for tensor in tensors) else _first_rows(tensors)
             if any(row.is_cuda for row in rows):
-                self._copy(step, rows)
+                self._copies.add(rows, lambda rows: self._record("input", step=step, digest=_digest_of(rows)))
             elif rows or any(tensor.requires_grad for tensor in tensors):
                 self._record("input", step=step, digest=_digest_of(rows) if rows else None)
-
-    def _copy(self, step: int, rows: list[torch.Tensor]) -> None:
-        """Starts to copy rows to the CPU; they are read in a later step, so that nothing waits for the GPU."""
-        device = next(row.device for row in rows if row.is_cuda)
-        copies = [
-            torch.empty(row.shape, dtype=row.dtype, pin_memory=True).copy_(row, non_blocking=True) for row in rows
-        ]
-        with torch.cuda.device(device):
-            over = torch.cuda.Event()
-            over.record()
-        self._copies.append((step, over, copies))
-
-    def _read_copies(self) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            return  # nothing may be asked now
-        while self._copies and self._copies[0][1].query():
-            step, _, copies = self._copies.pop(0)
-            self._record("input", step=step, digest=_digest_of(copies))
 
     def _digest(self, values: Any) -> None:
         if rows := _first_rows(tensor for tensor in tensors_in(values) if tensor.device.type == "cpu"):
@@ -370,7 +352,7 @@ def _first_rows(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     found = []
     for tensor in tensors:
         is_plain = type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda")
-        if is_plain and tensor.numel() and not _captured(tensor):
+        if is_plain and tensor.numel() and not (tensor.is_cuda and is_captured()):
             rows = tensor.detach()[:_ROWS] if tensor.dim() else tensor.detach().reshape(1)
             found.append(rows.contiguous())
     return found
@@ -382,11 +364,6 @@ def _digest_of(rows: Iterable[torch.Tensor]) -> str:
     for row in rows:
         digest.update(row.view(torch.uint8).numpy().tobytes()[:_DIGESTED])
     return digest.hexdigest()
-
-
-def _captured(tensor: torch.Tensor) -> bool:
-    """Whether a CUDA graph is being captured, during which nothing may be read."""
-    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _length(thing: Any) -> int | None:

@@ -208,7 +208,7 @@ class StepWatch:
         # the activity, and the marks of the current step
         self.progress = time.monotonic()  # the time of the last report
         self._clock: CpuClock | CudaClock | None = None
-        self._activity: str | None = None
+        self.activity: str | None = None  # such as training or evaluating; None before either
         self._before_build: tuple[str | None] | None = None
         self._stack: list[str] = []
         self._marks: list[Any] = []
@@ -247,11 +247,6 @@ class StepWatch:
         self._stepping: list[torch.optim.Optimizer] = []
         self._creating: torch.optim.Optimizer | None = None
         self._restart()
-
-    @property
-    def activity(self) -> str | None:
-        """training or evaluating; None before either."""
-        return self._activity
 
     @property
     def phase(self) -> str:
@@ -310,7 +305,7 @@ class StepWatch:
 
     def build_begins(self, extension: str) -> None:
         """torch starts compiling a C++ extension, or waiting for another process that compiles it."""
-        self._before_build = self._before_build or (self._activity,)
+        self._before_build = self._before_build or (self.activity,)
         self._do(f"building the C++ extension {extension} (first use only)")
 
     def build_ends(self) -> None:
@@ -320,8 +315,8 @@ class StepWatch:
             self._do(before)
 
     def _do(self, activity: str | None) -> None:
-        if activity != self._activity:
-            self._activity = activity
+        if activity != self.activity:
+            self.activity = activity
             self._journal.write("activity", name=activity)
 
     def cell_begins(self) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from labkit.probe.journal import Guard, Journal
+from labkit.probe.memory import parameters_of
 from labkit.probe.patches import Patches
 from labkit.probe.torch_private import COMPILER
 from labkit.record import clock
@@ -215,7 +216,7 @@ class ReplicaWatch:
             return
         by_name, self._found = self._found, {}
         replicas = [{"replica": number} | by_name[name] for number, name in enumerate(sorted(by_name))]
-        gradients = [p.grad.nbytes for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [held.grad.nbytes for held in parameters_of(optimizer) if held.grad is not None]
         others = replicas[1:]
         extra = {
             "outputs": sum(replica.pop("outputs") for replica in replicas),

@@ -1,6 +1,6 @@
 """The private names of torch that the probe relies on: one table, which is the only place that knows them.
 
-Each row has the dotted name, the part of the probe that is lost without it (`parts.LOST` says what is then not
+Each row has the dotted name, the part of the probe that is lost without it (`LOST` says what is then not
 measured), and the versions of torch that have it. The other modules of the probe use the rows. A name of which only
 instances have the attribute, such as `FlatParameter._params`, is read with `of`.
 
