@@ -281,29 +281,12 @@ class Cold:
 
 
 class Started:
-    """A supervisor forked by the server, with the subset of `subprocess.Popen` that the launcher needs."""
+    """A process forked by the server, with the part of `subprocess.Popen` that its users need. Only the server knows
+    its exit code; `returncode` is 0 when it has ended."""
 
     def __init__(self, pid: int, handle: int):
         self.pid = pid
         self.returncode: int | None = None
-        self._handle = handle
-
-    def wait(self) -> None:
-        """Returns when it has ended. Only the server knows its exit code; `returncode` is set to 0."""
-        ended = select.poll()
-        ended.register(self._handle, select.POLLIN)
-        ended.poll()
-        os.close(self._handle)
-        self.returncode = 0
-
-
-class Tracing:
-    """A forked process that traces, with the part of `subprocess.Popen` that a tracer needs; only the server knows its
-    exit code."""
-
-    def __init__(self, pid: int, handle: int, requests: int, results: int):
-        self.pid = pid
-        self.stdin, self.stdout = open(requests, "wb"), open(results, "rb")  # noqa: SIM115 as long as the process
         self._handle = handle
 
     def poll(self) -> int | None:
@@ -314,18 +297,28 @@ class Tracing:
         """Returns when it has ended."""
         self._ended(None)
 
+    def _ended(self, milliseconds: int | None) -> int | None:
+        ended = select.poll()
+        ended.register(self._handle, select.POLLIN)
+        if ended.poll(milliseconds):
+            self.returncode = 0
+        return self.returncode
+
+    def __del__(self) -> None:
+        os.close(self._handle)
+
+
+class Tracing(Started):
+    """A forked process that traces, with its standard input and output."""
+
+    def __init__(self, pid: int, handle: int, requests: int, results: int):
+        super().__init__(pid, handle)
+        self.stdin, self.stdout = open(requests, "wb"), open(results, "rb")  # noqa: SIM115 as long as the process
+
     def kill(self) -> None:
         """Sends SIGKILL."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-
-    def _ended(self, milliseconds: int | None) -> int | None:
-        ended = select.poll()
-        ended.register(self._handle, select.POLLIN)
-        return 0 if ended.poll(milliseconds) else None
-
-    def __del__(self) -> None:
-        os.close(self._handle)
 
 
 class Consent:
