@@ -68,7 +68,6 @@ _WANTED = ("model", "gpu_type", "layout", "source")
 
 
 def atlas(args: argparse.Namespace) -> int:
-    """Prints published runs, or writes their chart."""
     from labkit.api import atlas as atlas_of
 
     wanted = {name: getattr(args, name) for name in _WANTED if getattr(args, name) is not None}
@@ -144,7 +143,6 @@ def glossary(args: argparse.Namespace) -> int:
 
 
 def script(args: argparse.Namespace) -> int:
-    """Prints the script of a strategy."""
     from labkit.plan.script import write_script
 
     _print_code(write_script(with_ranks(args.specs[0])), "python")
@@ -171,7 +169,6 @@ def predict(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Prints the diff of two scripts."""
     from labkit.plan.script import diff_scripts
 
     _print_code(diff_scripts(*map(with_ranks, args.specs)), "diff")
@@ -186,7 +183,6 @@ def _print_code(text: str, language: str) -> None:
 
 
 def handout(args: argparse.Namespace) -> int:
-    """Writes the HTML files."""
     from labkit.frontends.handout import LabError, RunError
 
     if args.all and args.name:
@@ -254,7 +250,6 @@ def notebook(args: argparse.Namespace) -> int:
 
 
 def _runs_folder(given: str | None) -> Path | None:
-    """A folder of recorded runs."""
     if given == "shipped":
         return SHIPPED
     if given is not None and not RunFolder.all(Path(given)):

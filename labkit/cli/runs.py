@@ -189,7 +189,6 @@ def show(args: argparse.Namespace) -> int:
 
 
 def stop(args: argparse.Namespace) -> int:
-    """Stops a run; a run that is over is not changed."""
     from labkit.launch.job import Job, LaunchError
 
     try:
@@ -231,7 +230,6 @@ def _stop_deleted(name: str) -> bool:
 
 
 def capture(args: argparse.Namespace) -> int:
-    """Asks the ranks to profile a step."""
     from labkit.runs.handle import Run
 
     folder = find(args.name)
@@ -242,7 +240,6 @@ def capture(args: argparse.Namespace) -> int:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Exports a run to other tools."""
     try:
         tools = check_tools("--to", args.to)
         if args.out and len(tools) > 1:
@@ -256,7 +253,6 @@ def export(args: argparse.Namespace) -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Replays a run in the view of a live run."""
     from labkit.record.follow import Recording
 
     folder = find(args.name)
@@ -268,7 +264,6 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def clean(args: argparse.Namespace) -> int:
-    """Deletes runs that are over, after confirmation."""
     folders, unreadable = RunFolder.readable(RunFolder.all())
     say(*(f"{name} is kept because it cannot be read ({why})" for name, why in unreadable.items()))
     say(*(f"{folder.name} is kept because it is no run: it has no events" for folder in folders if not folder.is_run))
@@ -399,7 +394,6 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def pack(args: argparse.Namespace) -> int:
-    """Writes a job as a zip."""
     job = portable_of(args)
     run = None if args.specs else find(args.name)
     recorded = run if run and is_recorded(run) else None
@@ -414,7 +408,6 @@ def pack(args: argparse.Namespace) -> int:
 
 
 def unpack(args: argparse.Namespace) -> int:
-    """Unpacks a job after checking it."""
     path = Path(args.name)
     folder = Path(args.output or path.stem)
     try:
@@ -474,6 +467,5 @@ def _first_field(fields: dict[str, Any]) -> str:
 
 
 def profile_of(args: argparse.Namespace) -> jobs.Profile:
-    """The profile of the arguments."""
     with refusing(ConfigError):
         return jobs.profile(args.profile)

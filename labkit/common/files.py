@@ -46,6 +46,14 @@ def is_folder(path: Path) -> bool:
     return os.path.isdir(path)  # noqa: PTH112
 
 
+def is_same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    """Whether two paths lead to the same file or folder; False if one of them does not exist."""
+    try:
+        return Path(one).samefile(other)
+    except (OSError, ValueError):  # a null character in a path
+        return False
+
+
 def read_json_object(what: str, path: Path, most: int, must: str, in_folder: str = "") -> dict[str, Any]:
     """The JSON object in a small file of the user, or in the file `in_folder` of a folder. Raises `ValueError` with one
     sentence: `what` is the name of the argument, `must` says what the object must be."""

@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from labkit.common.files import is_same_file
+
 TAG = "LABKIT_RUN_DIR"
 _WATCHDOG = "/watchdog"
 _SUPERVISOR = "labkit.launch.supervisor"
@@ -94,12 +96,7 @@ def names(tag: str | None, folder: Path) -> bool:
     """Whether a tag refers to this folder, and not to one that it was copied from; False without a tag."""
     if not tag:
         return False
-    if tag == str(folder):
-        return True
-    try:
-        return Path(tag).samefile(folder)
-    except (OSError, ValueError):
-        return False
+    return tag == str(folder) or is_same_file(tag, folder)
 
 
 def watchdog_tag(folder: Path) -> str:
@@ -114,7 +111,6 @@ def is_watchdog(process: psutil.Process) -> bool:
 
 
 def is_supervisor(process: psutil.Process) -> bool:
-    """Whether a process runs the supervisor's module."""
     try:
         return _SUPERVISOR in process.cmdline()
     except psutil.Error:

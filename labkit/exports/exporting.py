@@ -66,8 +66,6 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # begins what a spreadsheet would c
 
 
 class _Sink(Protocol):
-    """A table that is being written."""
-
     def write(self, rows: Iterable[Sequence[Any]]) -> None: ...
 
     def close(self) -> None: ...
@@ -87,7 +85,6 @@ class _Tables:
         raise NotImplementedError
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Appends rows."""
         names = [figure.name for figure in STEPS]
         steps = ((row.t, row.attempt, row.step, row.rank, *map(row.values.get, names)) for row in rows if row.is_step)
         measured = (
@@ -117,7 +114,6 @@ class _Tables:
         self.close()
 
     def close(self) -> None:
-        """Closes the files."""
         for sink in self._sinks.values():
             sink.close()
 
@@ -279,7 +275,6 @@ class TensorBoard:
         self.close()
 
     def close(self) -> None:
-        """Closes the file."""
         self._writer.close()
 
 

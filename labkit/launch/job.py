@@ -452,7 +452,6 @@ class Job:
         return True
 
     def _closed(self, timeout: float) -> bool:
-        """Waits until the final status is written."""
         last = time.monotonic() + timeout
         while not self._has(*OVER) and time.monotonic() < last:
             time.sleep(_LOOK / 4)

@@ -30,6 +30,7 @@ import msgspec
 
 from labkit.analysis.foreign.log_lines import read_log
 from labkit.analysis.foreign.logs import explain
+from labkit.common.files import is_same_file
 from labkit.common.text import visible_line
 from labkit.record.documents import TrainJob
 from labkit.record.folder import RunFolder
@@ -146,10 +147,7 @@ def _progress(status: dict[str, Any]) -> str:
 
 def is_own(found: Seen, folder: RunFolder) -> bool:
     """Whether a TrainJob was submitted with this run folder: the content of a run folder proves nothing."""
-    try:
-        return bool(found.folder) and folder.path.samefile(found.folder)
-    except OSError:  # one of them does not exist
-        return False
+    return bool(found.folder) and is_same_file(folder.path, found.folder)
 
 
 _PAUSES = (0.0, 0.5, 2.0)  # seconds before each attempt to delete a job
@@ -245,7 +243,6 @@ _LAST_LINES = 10.0  # seconds in which the last lines of pods arrive after the e
 
 
 def main(run_dir: str, text: str) -> int:
-    """The exit code for the supervisor."""
     job, folder = msgspec.json.decode(text, type=TrainJob), RunFolder(run_dir)
     signal.signal(signal.SIGTERM, lambda *_: _stop(job, folder))
     try:

@@ -88,7 +88,6 @@ class Lease:
         return f"waiting for {devices(self.ticket)}: position {position} in the queue; {shown}{more}"
 
     def release(self) -> None:
-        """Gives the devices back."""
         if self._lock is not None:
             _remove(self._place, self.ticket.number)
             self._lock.release()

@@ -12,7 +12,6 @@ of this run.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import threading
@@ -28,6 +27,7 @@ from labkit.record.documents import plain
 from labkit.record.events import RANKS, Communicator
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
+from labkit.setup.machine import is_loopback
 
 ADDRESS = "NCCL_RAS_ADDR"
 _TIMEOUT = 5  # seconds for which RAS waits for the other processes; its default
@@ -73,7 +73,6 @@ def ask(address: str, patience: float = _PATIENCE) -> bytes:
 
 
 def _reply(connection: socket.socket, command: str, deadline: float) -> bytes:
-    """The line that answers a command."""
     connection.sendall(f"{command}\n".encode())
     line = bytearray()
     while not line.endswith(b"\n") and len(line) < 1024:
@@ -96,11 +95,8 @@ def _on_loopback(address: str) -> tuple[str, int]:
     """Host and port of an address; only this machine is asked."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    try:
-        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
-            return host, int(port)
-    except ValueError:
-        pass
+    if is_loopback(host) and port.isdigit():
+        return host, int(port)
     raise OSError(f"{address} is no address on loopback")
 
 

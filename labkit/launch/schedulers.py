@@ -149,18 +149,14 @@ def _train_job(spec: Spec, folder: RunFolder, submitted: list[TrainJob], job: Po
     try:
         _create(trainer, job, profile, name, folder)
     except Exception as error:  # the SDK raises what its cluster, its models or its kubeconfig make it raise
+        server = trainer.backend.core_api.api_client.configuration.host
         raise LaunchError(
-            f"the cluster {_host(trainer)} refused the job: {kubeflow_agent.words(error)}. Check that kubectl get"
+            f"the cluster {server} refused the job: {kubeflow_agent.words(error)}. Check that kubectl get"
             f" clustertrainingruntimes lists {RUNTIME}, and that you may create TrainJobs in the namespace"
             f" {created.namespace}"
         ) from None
     submitted.append(created)
     return _kubeflow_plan(created, folder, spec)
-
-
-def _host(trainer: Any) -> str:
-    """The address of the API server that a client asks."""
-    return trainer.backend.core_api.api_client.configuration.host
 
 
 def _create(trainer: Any, job: Portable, profile: Profile, name: str, folder: RunFolder) -> None:

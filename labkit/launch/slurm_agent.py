@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from labkit.common.files import is_same_file
 from labkit.record.folder import RunFolder
 from labkit.record.writer import Writer
 
@@ -77,10 +78,7 @@ def cancel(number: int, batch: Path | None = None) -> None:
 
 def is_batch_file(job: dict[str, Any] | None, batch: Path) -> bool:
     """Whether a job was submitted with this batch file."""
-    try:
-        return job is not None and batch.samefile(job.get("command", ""))
-    except OSError:  # one of them does not exist
-        return False
+    return job is not None and is_same_file(batch, job.get("command", ""))
 
 
 # ---- following a job
@@ -90,7 +88,6 @@ _FIRST, _MOST, _GROWTH = 1.0, 10.0, 1.2  # seconds between two questions: few fo
 
 
 def main(run_dir: str, number: str) -> int:
-    """The exit code for the supervisor."""
     job = int(number)
     signal.signal(signal.SIGTERM, lambda *_: _stop(job))
     writer, known, pause = Writer(RunFolder(run_dir).system), {}, _FIRST

@@ -248,7 +248,6 @@ class Sampler(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Samples until `stop` is called."""
         writer, gpus, ranks = Writer(self._folder.system), Gpus(), Ranks(self._pids)
         silence = Silence(self._folder, self._pids, self._patience, writer.write)
         cores = psutil.cpu_count() or 1
@@ -573,7 +572,6 @@ class Watch:
         conclude(self._folder, self._follower.state, final)
 
     def _final(self, reason: _Reason | None, exit_code: int | None, left: list[psutil.Process]) -> Status:
-        """The final status."""
         state = self._follower.state
         restarts = max((rank.attempt for rank in state.ranks.values()), default=0)
         final = replace(self._status, exit_code=exit_code, ended=clock.now(), restarts=restarts)

@@ -96,7 +96,6 @@ class Node:
 
     @property
     def host(self) -> str:
-        """The host of the endpoint."""
         return self.endpoint.rpartition(":")[0]
 
     def share(self, count: int) -> int:

@@ -82,7 +82,6 @@ class About:
 
 
 def about(of: Field[Any]) -> About:
-    """The metadata of a field of Spec."""
     metadata: About = of.metadata["about"]
     return metadata
 
@@ -96,7 +95,6 @@ def _declared(default: Any, help: str, **more: Any) -> Any:
 
 
 def default_of(of: Field[Any]) -> Any:
-    """The default of a field."""
     return of.default if of.default_factory is MISSING else of.default_factory()
 
 
@@ -116,14 +114,12 @@ def _checked(of: Field[Any], value: Any) -> Any:
 
 
 def _options_given(name: str, value: Any) -> dict[str, Any]:
-    """Options by name."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise TypeError(f"{name} must be a dict such as {{'bucket_mb': 10}}, got {shown(value)}")
     return dict(value)
 
 
 def _arguments_given(name: str, value: Any) -> tuple[str, ...]:
-    """Arguments of a script."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) and "\0" not in item for item in value):
         raise TypeError(f"{name} must be a list of strings such as ['--lr', '0.1'], got {shown(value)}")
     return tuple(value)
@@ -315,17 +311,14 @@ class Spec:
 
     @property
     def strategy_row(self) -> Strategy:
-        """The strategy's row of the table."""
         return STRATEGIES[self.strategy]
 
     @property
     def workload_row(self) -> Workload:
-        """The workload's row of the table."""
         return WORKLOADS[self.workload]
 
     @property
     def data_row(self) -> Data:
-        """The data set's row of the table."""
         return DATA[self.data]
 
     # ---- the arithmetic of batches and steps

@@ -41,7 +41,6 @@ class CpuClock:
         return scalar.item()
 
     def copied(self, copy: Any) -> bool:
-        """Whether a copy has arrived."""
         return True
 
     def value(self, copy: Any) -> float:
@@ -67,7 +66,6 @@ class CudaClock:
 
     @property
     def device_name(self) -> str:
-        """The GPU's name."""
         return self._cuda.get_device_name(self.device)
 
     def mark(self) -> Any:
@@ -85,11 +83,9 @@ class CudaClock:
         return not self._cuda.is_current_stream_capturing() and mark.query()
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds between two marks on the device."""
         return start.elapsed_time(end) / 1e3
 
     def release(self, marks: Iterable[Any]) -> None:
-        """Returns marks to the pool."""
         self._events.extend(marks)
 
     def copy(self, scalar: torch.Tensor) -> Any:
@@ -105,11 +101,9 @@ class CudaClock:
         return slot, self.mark()
 
     def copied(self, copy: Any) -> bool:
-        """Whether a copy has arrived."""
         return self.passed(copy[1])
 
     def value(self, copy: Any) -> float:
-        """The copied value, once it has arrived."""
         slot, event = copy
         value = slot.item()
         self._slots.append(slot)

@@ -67,7 +67,6 @@ class _Folder:
         return socket.create_server((LOOPBACK, 0), backlog=socket.SOMAXCONN)
 
     def tell(self, name: str, port: int) -> None:
-        """Writes the port atomically."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         half = self._file(name).with_suffix(".half")
         half.write_text(str(port), encoding="ascii")
@@ -183,7 +182,6 @@ class Beats:
         self._talks = threading.Thread(target=self._talk, name="labkit beats", daemon=True)
 
     def start(self) -> None:
-        """Starts both threads."""
         atexit.register(self._say_goodbye)
         self._talks.start()
         threading.Thread(target=self._watch, name="labkit nodes", daemon=True).start()

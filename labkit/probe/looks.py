@@ -176,7 +176,6 @@ class Looks:
         self.samples_are_there()
 
     def batch_is_there(self) -> None:
-        """A loader has returned a batch."""
         self._fetched += 1
 
     def samples_are_there(self) -> None:

@@ -68,7 +68,6 @@ class Snapshots:
         self._records = False
 
     def begin(self) -> None:
-        """Starts recording."""
         self._records = self._guard(_record, _ENTRIES) is not None
 
     def end(self, step: int | None = None) -> None:
@@ -115,7 +114,6 @@ class WorkersBatches:
         self._changes: list[Allocation] | None = None
 
     def received(self, batch: Any) -> None:
-        """A loader has returned a batch."""
         for tensor in tensors_in(batch):
             if _is_shared(tensor):
                 storage = tensor.untyped_storage()
@@ -164,7 +162,6 @@ class Held:
         return time.perf_counter() >= self._next
 
     def walk(self, device: torch.device) -> None:
-        """Walks over all objects."""
         began = time.perf_counter()
         modules, tensors, data = _found()
         self._modules = weakref.WeakSet(module for module in modules if next(_own(module, *_MEMBERS), None) is not None)
@@ -194,7 +191,6 @@ class Held:
         yield from _alive(self._lasting)
 
     def data(self) -> Iterator[torch.Tensor]:
-        """The tensors of data sets."""
         return _alive(self._data)
 
 
@@ -384,7 +380,6 @@ class MemoryWatch:
         self.device, self._age, self._is_sampled = device, 0, False
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adds an optimizer that steps."""
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             self._age, self._is_sampled = 0, False
@@ -462,7 +457,6 @@ class MemoryWatch:
         return {address: (owner, size) for address, (owner, size) in census.counted.items() if size}, apart
 
     def fetched(self, batch: Any) -> None:
-        """A loader has returned a batch."""
         if self.device.type == "cpu":
             self.batches.received(batch)
 

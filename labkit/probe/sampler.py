@@ -118,12 +118,10 @@ class LogLevel:
         self._usual: int | None = None
 
     def errors_only(self) -> None:
-        """Suppresses warnings until `restore`."""
         if self._level.value < _ERRORS_ONLY:
             self._usual, self._level.value = self._level.value, _ERRORS_ONLY
 
     def restore(self) -> None:
-        """Restores the previous level."""
         if self._usual is not None:
             self._level.value, self._usual = self._usual, None
 

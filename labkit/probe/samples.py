@@ -124,7 +124,6 @@ class Observations:
             self._record("not_finite", step=step, parameters=len(parameters), **found)
 
     def batch(self, values: Any) -> None:
-        """A batch was fetched."""
         if self._left["batch"]:
             self._guard(self._digest, values)
 
@@ -400,11 +399,9 @@ class SampleCount:
 
     @property
     def has_batch(self) -> bool:
-        """Whether a batch was fetched in this step."""
         return bool(self._fetched)
 
     def fetched(self, batch: Any) -> None:
-        """A DataLoader returned a batch."""
         size = next((shape[0] for shape in shapes_in(batch)), 0)
         if size:
             self._fetched += size

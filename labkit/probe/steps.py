@@ -138,7 +138,6 @@ class OtherLoss:
     losses: list[Loss]
 
     def known(self) -> bool:
-        """Whether its losses have arrived."""
         return all(self.clock.copied(loss.copy) for loss in self.losses)
 
     def value(self, watch: LossWatch) -> float | None:
@@ -184,7 +183,6 @@ class Pending:
             self.flush()
 
     def flush(self) -> None:
-        """Writes the batched losses."""
         for optimizer, points in self._others.items():
             self._write("losses", optimizer=optimizer, points=points)
         self._others = {}
@@ -250,7 +248,6 @@ class StepWatch:
 
     @property
     def phase(self) -> str:
-        """The current innermost phase."""
         return self._stack[-1] if self._stack else OTHER
 
     @property
@@ -280,7 +277,6 @@ class StepWatch:
 
     @property
     def models(self) -> list[torch.nn.Module]:
-        """The trained models that still exist."""
         return list(self._models)
 
     @property
@@ -346,7 +342,6 @@ class StepWatch:
             self._names.append(phase)
 
     def use(self, clock: CpuClock | CudaClock) -> None:
-        """Uses another clock from now on."""
         self._clock = clock
         self._marks, self._names = [], []  # marks of the previous clock cannot be compared
         self._journal.write("device", device=str(clock.device), device_name=clock.device_name)

@@ -60,7 +60,6 @@ class TensorWatch:
         self._guard(self._write, "gradients")
 
     def script_ends(self) -> None:
-        """The script has ended without an error."""
         self._guard(self._write, "parameters")
 
     def _group_ends(self) -> None:

@@ -294,7 +294,6 @@ class WaitWatch(threading.Thread):
             self._position_guard(self._position.end)
 
     def run(self) -> None:
-        """Checks until `stop` is called."""
         while not self._over.wait(self._poll):
             if self._position:
                 self._position_guard(self._note)

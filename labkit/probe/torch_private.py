@@ -111,12 +111,10 @@ class Private:
 
     @functools.cached_property
     def attribute(self) -> str:
-        """The last part of the name."""
         return self.name.rpartition(".")[2]
 
     @functools.cached_property
     def owner(self) -> str:
-        """The name of the module or class that has it."""
         return self.name.rpartition(".")[0]
 
     def get(self) -> Any:
@@ -124,7 +122,6 @@ class Private:
         return _find(self.name, self.part)
 
     def exists(self) -> bool:
-        """Whether this torch has it."""
         try:
             self.get()
         except MissingName:

@@ -318,7 +318,6 @@ class GroupWatch:
             patches.wrap("process groups", "torch.distributed.destroy_process_group", self._destroying)
 
     def before_end(self, function: Callable[[], Any]) -> None:
-        """Registers a function."""
         self._called.append(function)
 
     def _destroying(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:

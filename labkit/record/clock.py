@@ -49,7 +49,6 @@ class SystemMoment:
 
     @classmethod
     def now(cls) -> SystemMoment:
-        """This moment."""
         return cls(time.time_ns(), time.monotonic_ns())
 
     def clock_was_set(self) -> bool:

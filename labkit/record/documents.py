@@ -97,7 +97,6 @@ class SpecFields(Recorded):
 
     @classmethod
     def of(cls, spec: Spec) -> SpecFields:
-        """The fields of a Spec."""
         fields: SpecFields = decoded(spec.to_json(), cls)
         return fields
 

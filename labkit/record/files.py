@@ -16,7 +16,7 @@ import os
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -105,12 +105,19 @@ def _require_regular(status: os.stat_result, name: str) -> None:
 
 
 def _openat(root: Path, parents: list[str], name: str) -> int:
+    with _descended(root, parents) as place:
+        return _step(place, name, _FILE)
+
+
+@contextmanager
+def _descended(root: Path, parts: list[str]) -> Iterator[int]:
+    """A directory below `root`, each component opened relative to the one above."""
     place = os.open(root, os.O_RDONLY | os.O_DIRECTORY | getattr(os, "O_CLOEXEC", 0))
     try:
-        for parent in parents:
-            above, place = place, _step(place, parent, _DIRECTORY)
+        for part in parts:
+            above, place = place, _step(place, part, _DIRECTORY)
             os.close(above)
-        return _step(place, name, _FILE)
+        yield place
     finally:
         os.close(place)
 
@@ -168,15 +175,8 @@ def _directory(root: Path, path: Path) -> Iterator[int | str]:
         _look(root, parts[:-1], parts[-1])
         yield str(path)
         return
-    opened = os.open(root, os.O_RDONLY | os.O_DIRECTORY | getattr(os, "O_CLOEXEC", 0))
-    try:
-        for part in parts:
-            above, opened = opened, _step(opened, part, _DIRECTORY)
-            os.close(above)
+    with _descended(root, parts) as opened:
         yield opened
-    finally:
-        with suppress(OSError):
-            os.close(opened)
 
 
 # ---- logs: the newest lines, and the number of all lines

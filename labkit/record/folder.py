@@ -175,7 +175,6 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The folder's name, which is the run's."""
         return self.path.name
 
     def reserves_of_ranks(self) -> list[Path]:
@@ -183,7 +182,6 @@ class RunFolder:
         return list(self.events.glob(".rank*.reserve"))
 
     def events_of(self, rank: int) -> Path:
-        """The events of one rank."""
         return self.events / f"rank{rank}.jsonl"
 
     def position_of(self, rank: int) -> Path:
@@ -191,7 +189,6 @@ class RunFolder:
         return self.path / "stacks" / f"rank{rank}.position.json"
 
     def crash_of(self, rank: int) -> Path:
-        """The output of faulthandler in one rank."""
         return self.path / "stacks" / f"rank{rank}.crash.txt"
 
     def ras(self, suffix: str) -> Path:
@@ -199,7 +196,6 @@ class RunFolder:
         return self.path / f"nccl_ras{suffix}"
 
     def event_files(self) -> dict[int, Path]:
-        """The event files there are, by rank."""
         files = {}
         for name in names_below(self.path, self.events):
             number = re.fullmatch(r"rank(\d{1,6})\.jsonl", name, re.ASCII)
@@ -218,7 +214,6 @@ class RunFolder:
         return paths[max(there)] if there else None
 
     def log_files(self, stream: str = "stdout") -> dict[tuple[int, int], Path]:
-        """The output files by (attempt, rank)."""
         files = {}
         for number, place in self._attempts():
             for rank in names_below(self.path, place):

@@ -118,7 +118,6 @@ class RankState:
         return self.timelines[max(self.timelines)] if self.timelines else None
 
     def seen(self, what: type[_Seen]) -> list[_Seen]:
-        """The observations of one kind, in order."""
         return [seen for seen in self.saw if isinstance(seen, what)]
 
     @property

@@ -69,14 +69,12 @@ class StepFile:
 
     @property
     def size(self) -> int:
-        """The size of the file in bytes."""
         try:
             return self.path.stat().st_size
         except OSError:
             return 0
 
     def whole(self) -> int:
-        """The number of complete records."""
         try:
             with self._file() as file:
                 size = os.fstat(file.fileno()).st_size
@@ -287,7 +285,6 @@ class Steps:
 
     @property
     def has_loss(self) -> bool:
-        """Whether any step has a loss."""
         self._flush()
         return self._has_loss
 

@@ -122,7 +122,6 @@ class RunState:
     # ---- the fold
 
     def apply(self, event: Applied) -> None:
-        """Folds one event in."""
         handler = _HANDLERS.get(type(event))
         if handler is not None:
             try:

@@ -114,7 +114,6 @@ class Appender:
             return True  # the file cannot be read
 
     def close(self) -> None:
-        """Closes the file."""
         os.close(self._file)
 
 
@@ -126,7 +125,6 @@ class Reserve:
 
     @property
     def size(self) -> int:
-        """The reserved bytes."""
         try:
             return self._path.stat().st_size
         except OSError:
@@ -143,7 +141,6 @@ class Reserve:
             os.truncate(self._path, size)
 
     def release(self) -> None:
-        """Releases all of it."""
         self._path.unlink(missing_ok=True)
 
 
@@ -220,7 +217,6 @@ class _StepWriter:
         self.count += 1
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
 

@@ -152,12 +152,10 @@ class Comparing:
 
     @property
     def over(self) -> bool:
-        """Whether all runs are over."""
         return self._thread.ident is not None and not self._thread.is_alive()
 
     @property
     def runs(self) -> list[Run]:
-        """The runs that were started, in order."""
         return list(self._runs)
 
     @property
@@ -181,11 +179,9 @@ class Comparing:
             time.sleep(seconds)
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as a dict of plain values."""
         return document(self.rows, self.left_out)
 
     def figure(self) -> go.Figure:
-        """The current charts as one plotly figure."""
         from labkit.figures.comparison import figure
 
         found = self.rows

@@ -309,7 +309,6 @@ class Run:
 
     @property
     def folder(self) -> RunFolder:
-        """The run folder."""
         return self._job.folder
 
     @property

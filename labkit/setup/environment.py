@@ -87,7 +87,6 @@ class Requirement:
 
     @classmethod
     def of(cls, text: str) -> Requirement:
-        """Parses what `str` writes."""
         known, *unfit = text.split(",!=")
         name, minimum = known.split(">=")
         return cls(name, minimum, tuple(unfit))

@@ -25,7 +25,6 @@ class ConfigError(ValueError):
 
 
 def user_file() -> Path:
-    """The configuration file of this user."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()) / "labkit.conf"
 
 

@@ -36,7 +36,7 @@ def own_address(host: str) -> str:
         raise NoAddress(
             f"{host} cannot be reached from this machine ({why}); give an address of node 0 that all nodes reach"
         ) from None
-    if ipaddress.ip_address(own.partition("%")[0]).is_loopback and not _is_loopback(host):
+    if ipaddress.ip_address(own.partition("%")[0]).is_loopback and not is_loopback(host):
         raise NoAddress(
             f"{host} is {own} on this machine, which no other machine reaches (see /etc/hosts); give an address of"
             " node 0 that all nodes reach"
@@ -56,7 +56,8 @@ def interface_of(address: str) -> str:
     )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is that of this machine's own loopback."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from labkit.common.files import NotOurs, check_folder, create, runtime_folder
+from labkit.common.files import NotOurs, check_folder, create, is_same_file, runtime_folder
 from labkit.common.processes import TAG
 from labkit.launch import local
 from labkit.probe.lifetime import PARENT
@@ -194,20 +194,13 @@ def shadowing(folders: set[str]) -> str:
             if module is None or not _is_module(path) or module.__name__ in sys.builtin_module_names:
                 continue
             origin = getattr(module, "__file__", None)
-            if origin is None or not _same(path / "__init__.py" if path.is_dir() else path, Path(origin)):
+            if origin is None or not is_same_file(path / "__init__.py" if path.is_dir() else path, Path(origin)):
                 return str(path)
     return ""
 
 
 def _is_module(path: Path) -> bool:
     return path.suffix in (".py", ".so") or (not path.suffix and (path / "__init__.py").is_file())
-
-
-def _same(path: Path, other: Path) -> bool:
-    try:
-        return path.samefile(other)
-    except OSError:
-        return False
 
 
 def _labkit() -> str:
@@ -294,7 +287,6 @@ class Started:
         return self._ended(0)
 
     def wait(self) -> None:
-        """Returns when it has ended."""
         self._ended(None)
 
     def _ended(self, milliseconds: int | None) -> int | None:
@@ -316,7 +308,6 @@ class Tracing(Started):
         self.stdin, self.stdout = open(requests, "wb"), open(results, "rb")  # noqa: SIM115 as long as the process
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 

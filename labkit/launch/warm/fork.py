@@ -201,11 +201,9 @@ class Child:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Sends SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
