@@ -17,17 +17,7 @@ from typing import Any
 from labkit import jobs
 from labkit.analysis.summary import recorded_summary, summarise, summary_or_reason
 from labkit.cli.parser import fields_of
-from labkit.cli.shared import (
-    WIDE,
-    Refused,
-    console,
-    file_to_write,
-    find,
-    find_followed,
-    interrupts,
-    refusing,
-    say,
-)
+from labkit.cli.shared import WIDE, Refused, console, file_to_write, find, find_followed, interrupts, refusing, say
 from labkit.common.arguments import shown
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import counted, size

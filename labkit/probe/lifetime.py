@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from labkit.record import clock
 
@@ -103,22 +104,15 @@ def leave(code: int) -> None:
 
 def _close_files() -> None:
     """Closes files that the script left open for writing, in the order of their layers: text, compression, bytes."""
-    standard = {id(stream) for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
-    standard |= {
-        id(getattr(stream, "buffer", None)) for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    }
-    files = [
-        thing
-        for thing in gc.get_objects()
-        if issubclass(type(thing), (io.TextIOBase, io.BufferedIOBase)) and id(thing) not in standard
-    ]
-    for file in sorted(
-        files,
-        key=lambda file: (
-            not isinstance(file, io.TextIOBase),
-            isinstance(file, (io.BufferedWriter, io.BufferedRandom)),
-        ),
-    ):
+    streams = [sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__]
+    standard = {id(part) for stream in streams for part in (stream, getattr(stream, "buffer", None))}
+    kinds = io.TextIOBase, io.BufferedIOBase
+    files = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds) and id(thing) not in standard]
+
+    def layer(file: Any) -> tuple[bool, bool]:
+        return not isinstance(file, io.TextIOBase), isinstance(file, (io.BufferedWriter, io.BufferedRandom))
+
+    for file in sorted(files, key=layer):
         with suppress(Exception):
             if not file.closed and file.writable():
                 file.close()

@@ -153,20 +153,14 @@ def timeline(
     longest = sorted(marks, key=lambda row: row.start - row.end)[:MOST]
 
     def from_start(time: float) -> float:
-        return round((time - begin) / 1e9, 6)
+        return _seconds(time, begin)
 
+    by_gpu = device == "cuda" and any(row.on_gpu and is_collective(row) for row in inside)
+    backend = "nccl" if by_gpu else "gloo"
     return {
-        "t0": begin / 1e9,
-        "seconds": from_start(end),
+        **_extent(phases),
         "device": device,
-        "backend": (
-            ""
-            if not comm
-            else "nccl"
-            if device == "cuda" and any(row.on_gpu and is_collective(row) for row in inside)
-            else "gloo"
-        ),
-        "phases": [[name, from_start(start), from_start(stop)] for name, start, stop in phases],
+        "backend": backend if comm else "",
         "comm": [[op, from_start(start), from_start(stop), *rest] for op, start, stop, *rest in comm[:MOST]],
         "busy": [[from_start(start), from_start(stop)] for start, stop in _fewer(computing)],
         "marks": [
@@ -174,6 +168,21 @@ def timeline(
         ],
         "exposed": {name: round(seconds, 6) for name, seconds in exposed.items()},
         "left_out": max(0, len(comm) - MOST),
+    }
+
+
+def _seconds(time: float, begin: float) -> float:
+    """Seconds between two times in ns."""
+    return round((time - begin) / 1e9, 6)
+
+
+def _extent(phases: Sequence[tuple[str, int, int]]) -> dict[str, Any]:
+    """When a step began, how long it took, and its phases, in seconds since it began."""
+    begin, end = phases[0][1], phases[-1][2]
+    return {
+        "t0": begin / 1e9,
+        "seconds": _seconds(end, begin),
+        "phases": [[name, _seconds(start, begin), _seconds(stop, begin)] for name, start, stop in phases],
     }
 
 
@@ -301,7 +310,7 @@ def _owner_of(
 
 
 def _columns(changes: Sequence[tuple[int, str, int]], phases: Sequence[tuple[str, int, int]]) -> dict[str, Any]:
-    begin, end = phases[0][1], phases[-1][2]
+    begin = phases[0][1]
     now = dict.fromkeys(OWNERS, 0)
     points: list[tuple[int, tuple[int, ...]]] = [(begin, tuple(now.values()))]
     peak, at_peak = 0, dict(now)
@@ -315,12 +324,8 @@ def _columns(changes: Sequence[tuple[int, str, int]], phases: Sequence[tuple[str
             peak, at_peak = sum(sizes), dict(zip(OWNERS, sizes))
     kept = _thinned(points)
     return {
-        "t0": begin / 1e9,
-        "seconds": round((end - begin) / 1e9, 6),
-        "phases": [
-            [name, round((start - begin) / 1e9, 6), round((stop - begin) / 1e9, 6)] for name, start, stop in phases
-        ],
-        "times": [round((time - begin) / 1e9, 6) for time, _ in kept],
+        **_extent(phases),
+        "times": [_seconds(time, begin) for time, _ in kept],
         "owners": {owner: [sizes[index] for _, sizes in kept] for index, owner in enumerate(OWNERS)},
         "peak": peak,
         "at_peak": at_peak,

@@ -16,7 +16,7 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, get_args, get_type_hints
 
 from msgspec.structs import replace
 
@@ -501,48 +501,17 @@ def _with_short_texts(record: _Texts) -> _Texts:
     )
 
 
-_HANDLERS: dict[type, Callable[[RunState, Any], None]] = {
-    SpecFields: RunState._on_spec,
-    Status: RunState._on_status,
-    Plan: RunState._on_prediction,
-    Guesses: RunState._on_guess,
-    Imported: RunState._on_imported,
-    Block: RunState._on_steps,
-    events.Start: RunState._on_start,
-    events.Startup: RunState._on_startup,
-    events.Device: RunState._on_device,
-    events.Step: RunState._on_step,
-    events.Optimizer: RunState._on_optimizer,
-    events.Losses: RunState._on_losses,
-    events.Memory: RunState._on_memory,
-    events.Replica: RunState._on_replica,
-    events.Tracked: RunState._on_tracked,
-    events.Look: RunState._on_look,
-    events.Between: RunState._on_between,
-    events.Wrapped: RunState._on_wrapped,
-    events.Traffic: RunState._on_traffic,
-    events.Timeline: RunState._on_timeline,
-    events.MemoryStep: RunState._on_memory_step,
-    events.Waiting: RunState._on_waiting,
-    events.Called: RunState._on_called,
-    events.GoingOn: RunState._on_going_on,
-    events.Silent: RunState._on_silent,
-    events.Heard: RunState._on_heard,
-    events.Ras: RunState._on_ras,
-    events.Activity: RunState._on_activity,
-    events.Metric: RunState._on_metric,
-    events.Report: RunState._on_report,
-    events.Error: RunState._on_error,
-    events.ProbeError: RunState._on_probe_error,
-    events.Dropped: RunState._on_dropped,
-    events.Hosts: RunState._on_nodes,
-    events.CutOff: RunState._on_nodes,
-    events.Queue: RunState._on_queue,
-    events.Unreported: RunState._on_unreported,
-    events.End: RunState._on_end,
-    events.System: RunState._on_system,
-    **dict.fromkeys(events.OBSERVATIONS.values(), RunState._on_saw),
-}
+def _handlers() -> dict[type, Callable[[RunState, Any], None]]:
+    """By the type of what is folded in, the method that does it: that whose parameter has this type."""
+    found: dict[type, Callable[[RunState, Any], None]] = {}
+    for name, method in vars(RunState).items():
+        if name.startswith("_on_"):
+            folded, _ = get_type_hints(method).values()
+            found |= dict.fromkeys(get_args(folded) or (folded,), method)
+    return found
+
+
+_HANDLERS = _handlers()
 
 
 # ---- the start of a run: the milestones of each rank before its first step
