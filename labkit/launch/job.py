@@ -39,7 +39,6 @@ from labkit.launch.warm.client import Cold, Consent, Started, consent, dependenc
 from labkit.plan.script import command, write_script
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import Guesses, LaunchPlan, Plan, Status, Unreadable
-from labkit.record.files import LogTail
 from labkit.record.folder import RunFolder, runs_root
 from labkit.record.follow import current_status, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
 from labkit.record.state import OVER, RunState
@@ -414,10 +413,6 @@ class Job:
         with self.folder.closing():
             self._end_all()
 
-    def log(self, rank: int, stream: str = "stdout") -> LogTail:
-        """A reader of one rank's output, which may still be empty."""
-        return self.folder.log_tail(rank, stream)
-
     # ---- termination
 
     def _supervisor(self) -> psutil.Process | None:
@@ -519,14 +514,13 @@ def start_submitted(
         raise
 
 
-def end_deleted(name: str, root: Path | None = None) -> str:
-    """Terminates the processes of a run under `root` whose folder or Spec was deleted; `name` is as in
-    `RunFolder.find`.
+def end_deleted(name: str) -> str:
+    """Terminates the processes of a run whose folder or Spec was deleted; `name` is as in `RunFolder.find`.
 
     Returns the former path of the folder; empty if there is no such process. Raises `LookupError` if `name` is
     ambiguous.
     """
-    place, given = (root or runs_root()).resolve(), Path(name).absolute()
+    place, given = runs_root().resolve(), Path(name).absolute()
     tags = {tag_of(process) for process in tagged(lambda tag: not os.path.lexists(RunFolder(tag).spec))} - {None, ""}
     paths = [path for path in map(Path, tags) if path.parent.resolve() == place or path == given]
     folders = [path for path in paths if path.name == name or path == given]

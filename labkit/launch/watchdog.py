@@ -91,7 +91,7 @@ def create_temporary(run: Path) -> None:
 
 
 def end_all(
-    run: Path, find: Callable[[], list[psutil.Process]], grace: float, known: Iterable[int] = ()
+    run: Path, find: Callable[[], list[psutil.Process]], grace: float, known: Iterable[int]
 ) -> list[psutil.Process]:
     """Terminates the processes of a run as `end` does, and removes what they leave outside of the run folder. `known`
     are the pids of processes of the run that may have ended already; they may come from a file, so the shared memory of

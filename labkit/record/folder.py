@@ -203,13 +203,9 @@ class RunFolder:
                 files[int(number[1])] = self.events / name
         return dict(sorted(files.items()))
 
-    def log_of(self, rank: int, stream: str = "stdout", attempt: int | None = None) -> Path | None:
-        """The output of one rank in one attempt (default: the newest); None if there is none yet."""
-        paths = {
-            number: place / str(rank) / f"{stream}.log"
-            for number, place in self._attempts()
-            if attempt in (None, number)
-        }
+    def log_of(self, rank: int, stream: str = "stdout") -> Path | None:
+        """The output of one rank in its newest attempt; None if there is none yet."""
+        paths = {number: place / str(rank) / f"{stream}.log" for number, place in self._attempts()}
         there = [number for number, path in paths.items() if os.path.lexists(path)]
         return paths[max(there)] if there else None
 
@@ -255,7 +251,7 @@ class RunFolder:
         """The newest lines of a file below `logs`, as it grows."""
         return LogTail(path, keep, opened=self.open)
 
-    def log_tail(self, rank: int, stream: str = "stdout", keep: int = KEEP) -> LogTail:
+    def log_tail(self, rank: int, stream: str, keep: int = KEEP) -> LogTail:
         """The newest lines of one rank's output, if any, in this and later attempts."""
         return LogTail(lambda: self.log_of(rank, stream), keep, opened=self.open)
 

@@ -172,7 +172,7 @@ class Source(Protocol):
         """Folds new events into the state; True if there were any."""
 
 
-def polled(source: Source, seconds: float, leave: Callable[[], bool] = lambda: False) -> Iterator[RunState]:
+def polled(source: Source, seconds: float, leave: Callable[[], bool]) -> Iterator[RunState]:
     """The state after each poll, every `seconds`, until the run is over or `leave` returns True; the final state is
     read, but not yielded."""
     source.poll()

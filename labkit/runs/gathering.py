@@ -218,7 +218,7 @@ def name_for(path: Path) -> str:
     return name[:80] or "job"
 
 
-def keep_files(pages: Sequence[Page], name: str, root: Path | None = None) -> RunFolder:
+def keep_files(pages: Sequence[Page], name: str) -> RunFolder:
     """The new run `<date>-<time>-<name>` of what `pages` say.
 
     Raises `ForeignError` with one sentence if the files cannot be one run, `OSError` if it cannot be written.
@@ -238,7 +238,7 @@ def keep_files(pages: Sequence[Page], name: str, root: Path | None = None) -> Ru
         findings=findings,
     )
     device = next((start.device.partition(":")[0] for start in _starts(by_rank) if start.device), None)
-    folder = RunFolder.create(check_name(name), root)
+    folder = RunFolder.create(check_name(name))
     try:
         for rank, of_rank in by_rank.items():
             _write(folder, rank, of_rank, started)

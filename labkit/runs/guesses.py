@@ -108,17 +108,14 @@ def guess(figure: str, value: Any) -> Guess:
     value, it asks for one, and in an interactive notebook the next run does not start without it. The message of the
     `ValueError` for an unknown figure has the names of all.
     """
-    return _waiting(FIGURES[check_choice("figure", figure, FIGURES)], value)
+    known = FIGURES[check_choice("figure", figure, FIGURES)]
+    made = PENDING[known.name] = Guess(known, None if value is ... else _checked(known, value))
+    return made
 
 
 def check_guess(figure: str, value: Any) -> None:
     """Raises `ValueError` for what is no value of a figure, as `guess` does."""
     _checked(FIGURES[figure], value)
-
-
-def _waiting(figure: Guessable, value: Any) -> Guess:
-    made = PENDING[figure.name] = Guess(figure, None if value is ... else _checked(figure, value))
-    return made
 
 
 def _checked(figure: Guessable, value: Any) -> Guessed | dict[str, float]:

@@ -84,7 +84,6 @@ def test_logs_are_found_by_rank_and_newest_attempt(folder):
         (place / "stdout.log").touch()
     assert list(folder.log_files()) == [(0, 0), (0, 1), (0, 10), (1, 0)]
     assert folder.log_of(0).parent.parent.name == "attempt_1"
-    assert folder.log_of(0, attempt=0).parent.parent.name == "attempt_0"
     assert folder.log_of(1, "stderr") is None
 
 
