@@ -12,44 +12,14 @@ from labkit.cli.shared import Refused
 from labkit.plan.spec import SpecError
 from labkit.record.documents import Unreadable
 
-COMMANDS = {
-    command.__name__: command
-    for command in (
-        pages.advise,
-        pages.atlas,
-        project.bench,
-        runs.capture,
-        project.claims,
-        runs.clean,
-        runs.compare,
-        pages.diff,
-        project.doctor,
-        pages.explain,
-        runs.export,
-        runs.gather,
-        pages.glossary,
-        project.grade,
-        pages.handout,
-        project.lab,
-        runs.logs,
-        project.mcp,
-        pages.notebook,
-        runs.pack,
-        pages.predict,
-        project.progress,
-        runs.replay,
-        runs.run,
-        runs.runs,
-        project.schema,
-        pages.script,
-        project.setup,
-        runs.show,
-        runs.stop,
-        runs.submit,
-        project.test,
-        runs.unpack,
-    )
-} | {"class": project.classroom}  # the name of no function
+_FUNCTIONS = (
+    pages.advise, pages.atlas, pages.diff, pages.explain, pages.glossary, pages.handout, pages.notebook, pages.predict,
+    pages.script, project.bench, project.claims, project.doctor, project.grade, project.lab, project.mcp,
+    project.progress, project.schema, project.setup, project.test, runs.capture, runs.clean, runs.compare, runs.export,
+    runs.gather, runs.logs, runs.pack, runs.replay, runs.run, runs.runs, runs.show, runs.stop, runs.submit, runs.unpack,
+)  # fmt: skip
+COMMANDS = {function.__name__: function for function in _FUNCTIONS}
+COMMANDS["class"] = project.classroom  # the name of no function
 
 
 def act(args: argparse.Namespace) -> int:

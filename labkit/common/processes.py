@@ -23,9 +23,8 @@ from labkit.common.files import is_same_file
 TAG = "LABKIT_RUN_DIR"
 _WATCHDOG = "/watchdog"
 _SUPERVISOR = "labkit.launch.supervisor"
-_CLOCK_TOLERANCE = (
-    2.0  # seconds between two readings of the start time of one process: the boot time has a resolution of 1 s
-)
+# seconds between two readings of the start time of one process: the boot time has a resolution of 1 s
+_CLOCK_TOLERANCE = 2.0
 _POLL_INTERVAL = 0.02  # seconds between two checks whether processes have ended
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from labkit.analysis.profiled import profiled_steps, write_trace
 from labkit.common.arguments import check_choice, shown
@@ -31,6 +31,22 @@ from labkit.setup.environment import has, how_to_add
 
 class ExportError(ValueError):
     """A run cannot be exported: one sentence that says why, and what to do."""
+
+
+class Writer:
+    """An export that is being written: `where` says where it is and how to open it."""
+
+    where: str
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Writes new rows."""
+
+    def end(self, end: End) -> None:
+        """Writes what is known at the end, and closes the export."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Closes the export after an error."""
 
 
 def new_folder(place: Path, name: str) -> Path:
@@ -65,13 +81,7 @@ _BUFFERED = 1 << 14  # rows of a Parquet file that are written at once
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # begins what a spreadsheet would compute
 
 
-class _Sink(Protocol):
-    def write(self, rows: Iterable[Sequence[Any]]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _Tables:
+class _Tables(Writer):
     """A folder with a table per file: `steps`, with a row for each step of each rank, and one without a rank for all
     ranks together; `measured`, with what some steps have; `summary`, `config` and `findings`."""
 
@@ -81,7 +91,8 @@ class _Tables:
         self._sinks["config"].write((name, str(value)) for name, value in config.items())
         self.where = str(self._folder)
 
-    def _open(self, table: str, columns: dict[str, type]) -> _Sink:
+    def _open(self, table: str, columns: dict[str, type]) -> Any:
+        """What takes the rows of a table: it has `write` and `close`."""
         raise NotImplementedError
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -121,7 +132,7 @@ class _Tables:
 class Csv(_Tables):
     """Tables as CSV; empty cells are unknown. A text that a spreadsheet would compute has an apostrophe before it."""
 
-    def _open(self, table: str, columns: dict[str, type]) -> _Sink:
+    def _open(self, table: str, columns: dict[str, type]) -> _CsvSink:
         return _CsvSink(self._folder / f"{table}.csv", columns)
 
 
@@ -147,7 +158,7 @@ def _harmless(value: Any) -> Any:
 class Parquet(_Tables):
     """Tables as Parquet; unknown values are null. The files can be read when the export has ended."""
 
-    def _open(self, table: str, columns: dict[str, type]) -> _Sink:
+    def _open(self, table: str, columns: dict[str, type]) -> _ParquetSink:
         return _ParquetSink(self._folder / f"{table}.parquet", columns)
 
 
@@ -184,15 +195,12 @@ class _ParquetSink:
 # ---- Perfetto
 
 
-class Perfetto:
+class Perfetto(Writer):
     """The profiled steps of all ranks in Chrome's trace event format, written when the export ends."""
 
     def __init__(self, place: Path, name: str, config: dict[str, Any], started: float | None):
         self._path = place / f"{name}.json"
         self.where = str(self._path)
-
-    def write(self, rows: Sequence[Row]) -> None:
-        """Steps without a profile have no time line."""
 
     def end(self, end: End) -> None:
         """Writes the file. Raises `ExportError` for a run without profiled steps."""
@@ -205,9 +213,6 @@ class Perfetto:
         except FileExistsError as error:
             raise ExportError(f"{error.filename} exists and is no folder; name another one with --out") from None
         write_trace(end.state, self._path)
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 # ---- trackers
@@ -236,7 +241,7 @@ def _iso(t: float) -> str:
 # ---- TensorBoard
 
 
-class TensorBoard:
+class TensorBoard(Writer):
     """An event file: scalars, the Spec in the tab HParams, and the findings in the tab Text. TensorBoard stores scalars
     as 32-bit floats."""
 
@@ -281,7 +286,7 @@ class TensorBoard:
 # ---- trackio
 
 
-class Trackio:
+class Trackio(Writer):
     """A run in trackio's local database (the folder `TRACKIO_DIR`); findings are its alerts. Nothing is sent anywhere;
     `trackio sync` uploads a project."""
 
@@ -328,14 +333,11 @@ class Trackio:
             timestamps=[_iso(t)] * len(findings),
         )
 
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 # ---- Weights & Biases
 
 
-class Wandb:
+class Wandb(Writer):
     """A run of Weights & Biases, offline unless `WANDB_MODE` is set: `wandb sync` uploads it. It is in the folder
     `wandb` of `place`, or of WANDB_DIR or the working directory."""
 
@@ -408,7 +410,7 @@ class Wandb:
 # ---- MLflow
 
 
-class Mlflow:
+class Mlflow(Writer):
     """A run of MLflow, in the database `mlflow.db` of `place`; without it, where MLflow itself would write
     (`MLFLOW_TRACKING_URI`)."""
 
@@ -478,19 +480,6 @@ def _unless_decided(variable: str, value: str) -> Iterator[None]:
 
 
 # ---- the tools
-
-
-class Writer(Protocol):
-    """An export that is being written: `where` says where it is and how to open it. `end` closes it; `close` does so
-    after an error."""
-
-    where: str
-
-    def write(self, rows: Sequence[Row]) -> None: ...
-
-    def end(self, end: End) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)

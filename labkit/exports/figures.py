@@ -44,10 +44,6 @@ class Figure:
     together: str = ""
 
 
-def _losses(rank: RankState, part: slice) -> numpy.ndarray:
-    return rank.steps.loss[part]
-
-
 def _phase(phase: str) -> Callable[[RankState, slice], numpy.ndarray]:
     return lambda rank, part: step_times(rank, part, phase)
 
@@ -58,7 +54,7 @@ def _memory(name: str) -> Callable[[RankState, slice], numpy.ndarray]:
 
 # Of each step of each rank: `of` takes the rank and a slice of its steps, and returns a value per step, NaN if unknown.
 STEPS = (
-    Figure("loss", "", "loss of the rank's batch", _losses, together="mean"),
+    Figure("loss", "", "loss of the rank's batch", lambda rank, part: rank.steps.loss[part], together="mean"),
     Figure("samples", "samples", "samples of the rank's batch", lambda rank, part: rank.steps.samples[part]),
     Figure("samples_per_second", "samples/s", "samples of this step divided by its time", step_throughput, "total"),
     Figure("step_seconds", "s", "time of the step", step_times),

@@ -33,11 +33,7 @@ LAYOUTS = {
     "engine": "the state of DeepSpeed's engine",
 }
 ASYNCHRONOUS = {"shards"}  # the layouts that torch.distributed.checkpoint can write in a thread
-_OWN = {
-    "step",
-    "world_size",
-    "sha256",
-}  # specific to one checkpoint; every other key of a manifest belongs to the identity
+_OWN = {"step", "world_size", "sha256"}  # of one checkpoint; every other key of a manifest belongs to the identity
 _LARGEST = 1 << 22  # maximum size of a manifest in bytes
 _NAME = re.compile(r"step\d+")
 _FILE = re.compile(r"(?!\.+$)[\w.-]+")  # a plain name: no folder, and not . or ..

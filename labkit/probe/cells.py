@@ -113,9 +113,8 @@ class Cells:
         self._steps = steps_of_this_rank()
         self._cell = ""  # the name of the cell that runs
         self._cells: set[str] = set()
-        self._raised: list[
-            tuple[types.FrameType, int]
-        ] = []  # frames and lines of the last exception, the innermost first
+        # frames and lines of the last exception, the innermost first
+        self._raised: list[tuple[types.FrameType, int]] = []
         self._reports: dict[str, Any] = {}
         self._pictures: list[tuple[str, bytes]] = []
         self._places: dict[str, int] = {}  # by display id: the index of a picture

@@ -128,9 +128,8 @@ class Looks:
         self._new_order = False
         self._step: dict[str, Any] = {}
         self._gradients: Any = None
-        self._clipped: tuple[torch.Tensor, torch.Tensor] | None = (
-            None  # sums of gradients after backward, and before step()
-        )
+        # sums of gradients after backward, and before step()
+        self._clipped: tuple[torch.Tensor, torch.Tensor] | None = None
         self._norm: torch.Tensor | None = None  # of the gradients that were clipped last, and the limit
         self._weights: list[tuple[float, float, bool] | None] = []
         self._losses: set[tuple[str, ...]] = set()  # the last operations before each backward

@@ -30,33 +30,15 @@ _NEWEST = 24  # maximum number of collectives reported when a rank waits
 _COALESCED = ":coalesced"
 _MESSAGE = re.compile(r":(send|recv) \d+(?:->|<-)(\d+)$")  # of two ranks of the group, the second is the peer
 _SIZES = {
-    "Double": 8,
-    "Long": 8,
-    "Float": 4,
-    "Int": 4,
-    "Half": 2,
-    "BFloat16": 2,
-    "Short": 2,
-    "ComplexFloat": 8,
+    "Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "ComplexFloat": 8,
     "ComplexDouble": 16,
-}
+}  # fmt: skip
 _NAMES = (
-    "reduce_scatter",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "barrier",
-    "gather",
-    "scatter",
-    "reduce",
-)
+    "reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast", "barrier", "gather", "scatter", "reduce",
+)  # fmt: skip
 _SAME = {
-    "allgather": "all_gather",
-    "allreduce": "all_reduce",
-    "alltoall": "all_to_all",
-    "reducescatter": "reduce_scatter",
-}
+    "allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all", "reducescatter": "reduce_scatter",
+}  # fmt: skip
 
 
 class FlightRecorder:

@@ -520,9 +520,7 @@ class Summary(Figures):
     flops_per_device: Flops | None = None
     mfu: Finite | None = None
     mfu_missing: Line = ""
-    nodes: Annotated[list[NodesFigures], Meta(max_length=1_000)] = field(
-        default_factory=list
-    )  # of a run on several hosts
+    nodes: Annotated[list[NodesFigures], Meta(max_length=1_000)] = field(default_factory=list)
     prediction: Annotated[list[PredictionOutcome], Meta(max_length=RANKS)] = field(default_factory=list)
     guess: Annotated[list[GuessOutcome], Meta(max_length=100 * RANKS)] = field(default_factory=list)
 

@@ -552,9 +552,8 @@ Spans: TypeAlias = Annotated[list[Span], Meta(max_length=100_000)]
 Calls: TypeAlias = Annotated[list[Call], Meta(max_length=100_000)]
 Busy: TypeAlias = Annotated[list[tuple[Seconds, Seconds]], Meta(max_length=100_000)]  # start, end
 Times: TypeAlias = Annotated[list[Seconds], Meta(max_length=100_000)]
-Curves: TypeAlias = Annotated[
-    dict[str, Annotated[list[Bytes], Meta(max_length=100_000)]], Meta(max_length=100)
-]  # bytes by owner at each time
+# bytes by owner at each time
+Curves: TypeAlias = Annotated[dict[str, Annotated[list[Bytes], Meta(max_length=100_000)]], Meta(max_length=100)]
 
 
 class Moment(OfRank, kw_only=True):
@@ -781,61 +780,15 @@ class NotFinite(Observed, tag_field="what", tag="not_finite"):
 
 
 Seen: TypeAlias = (
-    Model
-    | Loader
-    | Epoch
-    | Batch
-    | Item
-    | Save
-    | Restored
-    | Input
-    | Evaluation
-    | GatheredOnce
-    | Loaded
-    | DividedData
-    | StartedProcess
-    | Thread
-    | Gradients
-    | NotFinite
-)
+    Model | Loader | Epoch | Batch | Item | Save | Restored | Input | Evaluation | GatheredOnce | Loaded | DividedData
+    | StartedProcess | Thread | Gradients | NotFinite
+)  # fmt: skip
 Event: TypeAlias = (
-    Start
-    | Startup
-    | Device
-    | Waiting
-    | Called
-    | GoingOn
-    | Silent
-    | Heard
-    | Ras
-    | Dropped
-    | Activity
-    | Checkpoint
-    | Metric
-    | Report
-    | Error
-    | Hosts
-    | CutOff
-    | Queue
-    | Unreported
-    | ProbeError
-    | End
-    | Step
-    | Optimizer
-    | Losses
-    | Memory
-    | Replica
-    | Tracked
-    | Look
-    | Between
-    | Wrapped
-    | Traffic
-    | Timeline
-    | MemoryStep
-    | System
-    | Seen
-    | Unknown
-)
+    Start | Startup | Device | Waiting | Called | GoingOn | Silent | Heard | Ras | Dropped | Activity | Checkpoint
+    | Metric | Report | Error | Hosts | CutOff | Queue | Unreported | ProbeError | End
+    | Step | Optimizer | Losses | Memory | Replica | Tracked | Look | Between | Wrapped | Traffic | Timeline
+    | MemoryStep | System | Seen | Unknown
+)  # fmt: skip
 
 
 # ---- the parser

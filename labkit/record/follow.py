@@ -348,9 +348,8 @@ class Recording:
         if self._begun or self._last is None:
             return
         self._begun = True
-        self.state.broken += sum(
-            reader.broken for reader in self._readers
-        )  # in the lines that the streams have read already
+        # in the lines that the streams have read already
+        self.state.broken += sum(reader.broken for reader in self._readers)
         for document in _documents(self.folder):
             self.state.apply(document)
         self.state.apply(replace(self._last, state="running", ended=None, failures=None))

@@ -150,15 +150,8 @@ _READ_LATE = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _SET_BY_IMPORTS = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
 _ADDED_BY_RANKS = {"KINETO_LOG_LEVEL": "99"}  # see probe/__main__.py
 _STATUS = ("Umask", "Groups", "Cpus_allowed_list", "Mems_allowed_list", "NoNewPrivs", "Seccomp", "CapEff")
-_RESET = (
-    "SIGINT",
-    "SIGHUP",
-    "SIGQUIT",
-    "SIGTERM",
-    "SIGCHLD",
-    "SIGPIPE",
-    "SIGXFSZ",
-)  # by supervisor and agent, or by every Python
+# by supervisor and agent, or by every Python
+_RESET = ("SIGINT", "SIGHUP", "SIGQUIT", "SIGTERM", "SIGCHLD", "SIGPIPE", "SIGXFSZ")
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
