@@ -62,6 +62,11 @@ def _add_number(
     command.add_argument(flag, type=_number(flag, bounds), default=default, metavar=metavar, help=help)
 
 
+def _add_switch(command: argparse._ActionsContainer, flag: str, help: str) -> None:
+    """Adds a flag without a value."""
+    command.add_argument(flag, action="store_true", help=help)
+
+
 class _Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any):
         super().__init__(**settings, allow_abbrev=False)
@@ -77,7 +82,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     setup.add_argument("--with", dest="extras_asked", action="append", metavar="EXTRA", default=[], help=_WITH_HELP)
 
     lab = commands.add("lab", "start JupyterLab on the first lab (arguments after -- go to JupyterLab)")
-    lab.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
+    _add_switch(lab, "--no-browser", "print the address instead of opening a browser")
     _add_number(lab, "--port", Number(int, 1, 65_535), "port (default: 8888, or the next free one)")
     lab.add_argument(
         "--ip",
@@ -98,10 +103,8 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     own_or_strategy = f"your own script, or one of {', '.join(STRATEGIES)}"
     _add_what(run, "run your own module as a script, like python -m", own_or_strategy)
     _add_fields(run)
-    run.add_argument(
-        "--detach", action="store_true", help="return at once; the run continues after this terminal is closed"
-    )
-    run.add_argument("--cold", action="store_true", help=_COLD)
+    _add_switch(run, "--detach", "return at once; the run continues after this terminal is closed")
+    _add_switch(run, "--cold", _COLD)
     run.add_argument("--export", metavar="TOOL,…", help=f"also export it while it runs, to one or several of {_TOOLS}")
     _add_nodes(run)
 
@@ -158,13 +161,13 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         metavar="A,B,…",
         help=f"run these one after another, single first: all, or some of {', '.join(STRATEGIES)}",
     )
-    compare.add_argument("--cold", action="store_true", help=_COLD)
+    _add_switch(compare, "--cold", _COLD)
     _add_fields(compare)
 
     runs = commands.add("runs", "list the recorded runs", json=True)
-    runs.add_argument("--all-users", action="store_true", help="list who holds the GPUs and CPU slots of this machine")
+    _add_switch(runs, "--all-users", "list who holds the GPUs and CPU slots of this machine")
     show = commands.add("show", "show the figures of a run", json=True)
-    show.add_argument("--follow", action="store_true", help="update until the run is over; Ctrl-C leaves it running")
+    _add_switch(show, "--follow", "update until the run is over; Ctrl-C leaves it running")
     stop = commands.add("stop", "stop a run and all of its processes")
     logs = commands.add("logs", "print the complete output of one rank, all attempts in order")
     _add_number(logs, "--rank", _RANK, "the rank (default: 0)", default=0)
@@ -175,11 +178,9 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         metavar="S",
         help=f"{' or '.join(STREAMS)} (default: stdout)",
     )
-    logs.add_argument("--follow", action="store_true", help="continue until the run is over; Ctrl-C leaves it running")
+    _add_switch(logs, "--follow", "continue until the run is over; Ctrl-C leaves it running")
     capture = commands.add("capture", "profile a step of a run in progress")
-    capture.add_argument(
-        "--snapshot", action="store_true", help="also record a snapshot of the CUDA allocator for torch's memory viewer"
-    )
+    _add_switch(capture, "--snapshot", "also record a snapshot of the CUDA allocator for torch's memory viewer")
     export = commands.add(
         "export", "export a run to TensorBoard, trackio, Weights & Biases, MLflow or Perfetto, or as tables"
     )
@@ -204,16 +205,14 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
 
     clean = commands.add("clean", "delete recorded runs that are over")
     _add_number(clean, "--keep", Number(int, 0, 1_000_000), "keep the newest N (default: 0)", default=0)
-    clean.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    _add_switch(clean, "--yes", "do not ask for confirmation")
     progress = commands.add(
         "progress", "show your exercises (open, tried or done) and the error of your predictions", json=True
     )
     progress.add_argument(
         "--zip", metavar="FILE|DIR", help="write what a teacher's class page reads; in a folder, to NAME-OF-USER.zip"
     )
-    progress.add_argument(
-        "--follow", action="store_true", help="with --zip: write it again when it changes, until Ctrl-C"
-    )
+    _add_switch(progress, "--follow", "with --zip: write it again when it changes, until Ctrl-C")
     classroom = commands.add(
         "class",
         "show a class: progress, guesses, grades, what most got wrong, and runs that have just failed",
@@ -228,7 +227,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         "show runs that have failed in the last N minutes (default: 10)",
         default=10.0,
     )
-    classroom.add_argument("--hide-names", action="store_true", help="put numbers in place of names everywhere")
+    _add_switch(classroom, "--hide-names", "put numbers in place of names everywhere")
     classroom.add_argument("--html", metavar="FILE.html", help="write one page that works offline")
     grade = commands.add("grade", "judge submitted answers that are code, each in a sandbox, and write a CSV")
     grade.add_argument("folder", metavar="FOLDER", help="notebooks (.ipynb) and Python files with calls of check(…)")
@@ -253,13 +252,11 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         "term", metavar="TERM", nargs="*", help="for example: reduce-scatter (default: list all terms)"
     )
     mcp = commands.add("mcp", "serve the lab to assistants in an editor or JupyterLab, over MCP on stdin and stdout")
-    mcp.add_argument(
-        "--allow-run", action="store_true", help="assistants may also start and stop runs (default: they only read)"
-    )
+    _add_switch(mcp, "--allow-run", "assistants may also start and stop runs (default: they only read)")
     commands.add("schema", "print the JSON Schemas of the recorded events and of the summary", json=True)
     claims = commands.add("claims", "test common claims about distributed training on this machine", json=True)
     claims.add_argument("names", metavar="NAME", nargs="*", help="claims to test (default: all)")
-    claims.add_argument("--quick", action="store_true", help="only claims that can be decided without a run")
+    _add_switch(claims, "--quick", "only claims that can be decided without a run")
     _add_number(claims, "--rounds", ROUNDS, "repetitions of each run (default: 3)", default=3)
     handout = commands.add("handout", "write a lab, a run or all labs as self-contained HTML files that work offline")
     handout.add_argument(
@@ -271,10 +268,10 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         metavar="FILE|DIR",
         help="output file (default: NAME.html); with --all, a folder (default: site)",
     )
-    handout.add_argument("--all", action="store_true", help="all labs, with an index page")
+    _add_switch(handout, "--all", "all labs, with an index page")
     readers = handout.add_mutually_exclusive_group()
-    readers.add_argument("--student", action="store_true", help="leave out answers and verdicts")
-    readers.add_argument("--teacher", action="store_true", help="include the solution of every exercise")
+    _add_switch(readers, "--student", "leave out answers and verdicts")
+    _add_switch(readers, "--teacher", "include the solution of every exercise")
     handout.add_argument(
         "--recorded",
         metavar="DIR",
@@ -292,10 +289,10 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         help="also write kernel-metadata.json, so that `kaggle kernels push` uploads it for this user, on two T4",
     )
     doctor = commands.add("doctor", "check what this machine supports, and how to fix what is missing", json=True)
-    doctor.add_argument(
+    _add_switch(
+        doctor,
         "--calibrate",
-        action="store_true",
-        help="first measure how long collectives take between ranks, for predictions (less than 30 s for 2 ranks)",
+        "first measure how long collectives take between ranks, for predictions (less than 30 s for 2 ranks)",
     )
     _add_number(
         doctor, "--nproc", _CALIBRATED, "ranks for --calibrate (default: all GPUs, or 2 CPU ranks)", metavar="RANKS"
@@ -326,7 +323,7 @@ class _Commands:
     def add(self, name: str, help: str, json: bool = False) -> argparse.ArgumentParser:
         command = self._adder.add_parser(name, help=help, description=help[:1].upper() + help[1:] + ".")
         if json:
-            command.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
+            _add_switch(command, "--json", "print exactly one JSON object on stdout")
         return command
 
 
@@ -350,9 +347,7 @@ def _add_advise(commands: _Commands) -> None:
     advise.add_argument("--devices", metavar="N", help="number of devices (default: one node)")
     advise.add_argument("--sequence", metavar="N", help="tokens of a sample (default: those of the model)")
     advise.add_argument("--option", action="append", metavar="NAME=VALUE", help="set an option of the workload")
-    advise.add_argument(
-        "--scaling", action="store_true", help="show strong and weak scaling from 1 to 4,096 devices instead"
-    )
+    _add_switch(advise, "--scaling", "show strong and weak scaling from 1 to 4,096 devices instead")
 
 
 def _add_atlas(commands: _Commands) -> None:
