@@ -20,12 +20,11 @@ from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
-from labkit.common.processes import here, identity
 from labkit.launch.leases import Lease, LeaseError
 from labkit.launch.watchdog import create_temporary, release
 from labkit.probe import lifetime
 from labkit.record import clock
-from labkit.record.documents import LaunchPlan, Status, Who
+from labkit.record.documents import LaunchPlan, Status
 from labkit.record.folder import RunFolder
 
 
@@ -124,16 +123,7 @@ _LIFELINE = 0  # the descriptor
 
 def wait_for_turn(folder: RunFolder, plan: LaunchPlan, lease: Lease, started: float, signals: int) -> bool:
     """Waits until the lease is taken; False if the run was stopped, whose final status is then written."""
-    status = Status(
-        "starting",
-        v=1,
-        started=started,
-        supervisor=Who(**identity(), **here()),
-        detached=bool(plan.detached),
-        start=plan.start,
-        cold_because=plan.cold_because,
-    )
-    shown = ""
+    status, shown = Status.of_start(plan, started), ""
     wanted = [signals] if plan.detached else [signals, _LIFELINE]
     while not lease.take():
         if folder.is_gone:

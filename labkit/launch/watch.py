@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import psutil
 from msgspec.structs import replace
 
-from labkit.common.processes import TAG, here, identity, is_stopped, members, reap, send
+from labkit.common.processes import TAG, identity, is_stopped, members, reap, send
 from labkit.common.text import last_line
 from labkit.exports.trainjob import Reports, Server
 from labkit.launch import local, ras
@@ -470,17 +470,11 @@ class Watch:
         self._reports = server and Reports(server, self._note_unreported)
         self._killed_before = out_of_memory_kills()
         self._witness = ras.Witness(folder, plan.env.get(ras.ADDRESS), self._sampler.note)
-        self._status = Status(
-            "starting",
-            v=1,
-            started=started,
-            supervisor=Who(**identity(), **here()),
+        self._status = replace(
+            Status.of_start(plan, started),
             agent=Who(**identity(agent.pid)),
             agent_began=lifetime.began(agent.pid),
             ranks={},
-            detached=self._detached,
-            start=plan.start,
-            cold_because=plan.cold_because,
             ranks_here=plan.ranks_here,
         )
 

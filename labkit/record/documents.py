@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, field
 
+from labkit.common.processes import here, identity
 from labkit.plan.spec import Spec
 from labkit.record import events
 from labkit.record.events import (
@@ -149,6 +150,19 @@ class Status(Recorded):
     ranks: Annotated[dict[Rank, Pid], BY_RANK] | None = None
     failures: Annotated[dict[Rank, Failed], BY_RANK] | None = None
     oom_kills: Count | None = None
+
+    @classmethod
+    def of_start(cls, plan: LaunchPlan, started: float) -> Status:
+        """The first status of a run that was requested at `started`; its supervisor is this process."""
+        return cls(
+            "starting",
+            v=1,
+            started=started,
+            supervisor=Who(**identity(), host=here()["host"], boot=here()["boot"]),
+            detached=bool(plan.detached),
+            start=plan.start,
+            cold_because=plan.cold_because,
+        )
 
 
 class Devices(Recorded):
