@@ -34,12 +34,11 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_ .-]")  # allowed in the names of all t
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure under its exported `name`: its `unit` (empty for a pure number), what it `means`, and `of`, which reads
-    it. `together` is how the ranks are combined into one more value; empty if they are not."""
+    """A figure under its exported `name`: its `unit` (empty for a pure number), and `of`, which reads it. `together` is
+    how the ranks are combined into one more value; empty if they are not. What each means is in the reference."""
 
     name: str
     unit: str
-    means: str
     of: Callable[..., Any]
     together: str = ""
 
@@ -54,14 +53,14 @@ def _memory(name: str) -> Callable[[RankState, slice], numpy.ndarray]:
 
 # Of each step of each rank: `of` takes the rank and a slice of its steps, and returns a value per step, NaN if unknown.
 STEPS = (
-    Figure("loss", "", "loss of the rank's batch", lambda rank, part: rank.steps.loss[part], together="mean"),
-    Figure("samples", "samples", "samples of the rank's batch", lambda rank, part: rank.steps.samples[part]),
-    Figure("samples_per_second", "samples/s", "samples of this step divided by its time", step_throughput, "total"),
-    Figure("step_seconds", "s", "time of the step", step_times),
-    *(Figure(f"{phase}_seconds", "s", f"time of the phase {phase}", _phase(phase)) for phase in PHASES),
-    Figure("memory_allocated_bytes", "bytes", "memory at the end of the step", _memory("allocated")),
-    Figure("memory_reserved_bytes", "bytes", "memory that the allocator has reserved", _memory("reserved")),
-    Figure("memory_peak_bytes", "bytes", "most memory in the step", _memory("peak")),
+    Figure("loss", "", lambda rank, part: rank.steps.loss[part], together="mean"),
+    Figure("samples", "samples", lambda rank, part: rank.steps.samples[part]),
+    Figure("samples_per_second", "samples/s", step_throughput, "total"),
+    Figure("step_seconds", "s", step_times),
+    *(Figure(f"{phase}_seconds", "s", _phase(phase)) for phase in PHASES),
+    Figure("memory_allocated_bytes", "bytes", _memory("allocated")),
+    Figure("memory_reserved_bytes", "bytes", _memory("reserved")),
+    Figure("memory_peak_bytes", "bytes", _memory("peak")),
 )
 
 
@@ -71,76 +70,39 @@ def _of_owner(owner: str) -> Callable[[Memory], float | None]:
 
 # Of some steps of each rank: the kind of event, and figures whose `of` takes the event; None if it does not have them.
 MEASURED: dict[type, tuple[Figure, ...]] = {
-    Memory: tuple(
-        Figure(f"memory_{owner}_bytes", "bytes", f"memory of live tensors: {owner}", _of_owner(owner))
-        for owner in OWNERS
-    ),
-    Traffic: (
-        Figure(
-            "sent_bytes",
-            "bytes",
-            "bytes that the rank sent in a measured step",
-            lambda event: sum(operation.sent for operation in event.ops.values()),
-        ),
-    ),
+    Memory: tuple(Figure(f"memory_{owner}_bytes", "bytes", _of_owner(owner)) for owner in OWNERS),
+    Traffic: (Figure("sent_bytes", "bytes", lambda event: sum(operation.sent for operation in event.ops.values())),),
     Timeline: (
-        Figure(
-            "communication_seconds",
-            "s",
-            "communication in a profiled step",
-            lambda event: None if event.calls_only else overlap(event)[0],
-        ),
-        Figure(
-            "exposed_communication_seconds",
-            "s",
-            "communication in a profiled step during which nothing was computed",
-            lambda event: None if event.calls_only else overlap(event)[1],
-        ),
+        Figure("communication_seconds", "s", lambda event: None if event.calls_only else overlap(event)[0]),
+        Figure("exposed_communication_seconds", "s", lambda event: None if event.calls_only else overlap(event)[1]),
     ),
 }
 
 # Of the whole run: `of` takes the summary.
 OF_RUN = (
-    Figure("steps", "steps", "steps that all ranks have finished", lambda summary: summary.steps),
-    Figure("loss", "", "loss of the last step, mean over the ranks", lambda summary: summary.loss),
-    Figure("accuracy", "", "accuracy that the script logged last", lambda summary: summary.accuracy),
-    Figure(
-        "samples_per_second", "samples/s", "samples per second of training", lambda summary: summary.samples_per_second
-    ),
-    Figure("tokens_per_second", "tokens/s", "tokens per second of training", lambda summary: summary.tokens_per_second),
-    Figure("flops_per_device", "FLOP/s", "model FLOP/s of a device", lambda summary: summary.flops_per_device),
-    Figure("mfu", "", "model FLOP/s as a share of the device's peak", lambda summary: summary.mfu),
-    Figure("total_seconds", "s", "from the request to the end of the run", lambda summary: summary.seconds.total),
-    Figure(
-        "first_step_seconds",
-        "s",
-        "from the request to the end of the first step",
-        lambda summary: summary.seconds.to_first_step,
-    ),
-    Figure("restarts", "restarts", "how often torchrun started the ranks again", lambda summary: summary.restarts),
+    Figure("steps", "steps", lambda summary: summary.steps),
+    Figure("loss", "", lambda summary: summary.loss),
+    Figure("accuracy", "", lambda summary: summary.accuracy),
+    Figure("samples_per_second", "samples/s", lambda summary: summary.samples_per_second),
+    Figure("tokens_per_second", "tokens/s", lambda summary: summary.tokens_per_second),
+    Figure("flops_per_device", "FLOP/s", lambda summary: summary.flops_per_device),
+    Figure("mfu", "", lambda summary: summary.mfu),
+    Figure("total_seconds", "s", lambda summary: summary.seconds.total),
+    Figure("first_step_seconds", "s", lambda summary: summary.seconds.to_first_step),
+    Figure("restarts", "restarts", lambda summary: summary.restarts),
 )
 
 # Of each rank over the whole run: `of` takes the rank's figures in the summary.
 OF_RANK = (
-    Figure("step_seconds_median", "s", "median time of a step", lambda rank: rank.step_seconds_median),
-    Figure("step_seconds_p95", "s", "95th percentile of the time of a step", lambda rank: rank.step_seconds_p95),
+    Figure("step_seconds_median", "s", lambda rank: rank.step_seconds_median),
+    Figure("step_seconds_p95", "s", lambda rank: rank.step_seconds_p95),
     *(
-        Figure(
-            f"{phase}_seconds_median",
-            "s",
-            f"median time of the phase {phase}",
-            lambda rank, phase=phase: rank.phase_seconds.get(phase),
-        )
+        Figure(f"{phase}_seconds_median", "s", lambda rank, phase=phase: rank.phase_seconds.get(phase))
         for phase in PHASES
     ),
-    Figure("memory_peak_bytes", "bytes", "most memory in any step", lambda rank: rank.peak_memory_bytes),
-    Figure("sent_bytes", "bytes", "bytes sent in the newest measured step", lambda rank: rank.comm_bytes_per_step),
-    Figure(
-        "overlapped_communication",
-        "",
-        "share of communication overlapped with computation, in the newest profiled step",
-        lambda rank: rank.communication and rank.communication.hidden,
-    ),
+    Figure("memory_peak_bytes", "bytes", lambda rank: rank.peak_memory_bytes),
+    Figure("sent_bytes", "bytes", lambda rank: rank.comm_bytes_per_step),
+    Figure("overlapped_communication", "", lambda rank: rank.communication and rank.communication.hidden),
 )
 
 
