@@ -181,7 +181,7 @@ def test_the_agent_of_a_warm_run_does_not_look_for_gpus_and_its_ranks_do(tmp_pat
     program = tmp_path / "agent.py"
     program.write_text(
         "import sys, torch\n"
-        "from labkit.launch.warm import ranks\n"
+        "from labkit.launch.warm import fork as ranks\n"
         "asked = []\n"
         "torch.cuda.is_available = lambda: asked.append(1) or False\n"
         "handler = type('Handler', (), {name: None for name in ranks._STREAMS})()\n"

@@ -12,7 +12,7 @@ from places import SCRIPTS
 from warm import how, started
 
 from labkit.common.processes import is_supervisor, is_watchdog
-from labkit.launch.warm import client, ranks
+from labkit.launch.warm import client, fork
 from labkit.probe.torch_private import CALLER
 from labkit.runs.handle import run
 
@@ -109,7 +109,7 @@ def test_events_of_a_rendezvous_are_named_as_by_torch_without_a_look_at_every_so
         "from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchrun\n"
         "print(torchrun.get_method_name.__module__)\n"
     )
-    assert started(path).logs(0).split() == [ranks.__name__]
+    assert started(path).logs(0).split() == [fork.__name__]
 
     def named(function):
         return function()
@@ -117,7 +117,7 @@ def test_events_of_a_rendezvous_are_named_as_by_torch_without_a_look_at_every_so
     def asks(function):
         return named(function)
 
-    assert asks(ranks.caller) == asks(CALLER.get()) == "asks"
+    assert asks(fork.caller) == asks(CALLER.get()) == "asks"
 
 
 @pytest.mark.parametrize(

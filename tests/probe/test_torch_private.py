@@ -163,7 +163,7 @@ def test_a_warm_server_that_cannot_replace_the_start_of_a_process_says_so():
     program = (
         "from labkit.probe import torch_private as names\n"
         "object.__setattr__(names.START_PROCESS, 'name', names.START_PROCESS.name + '_renamed')\n"
-        "import labkit.launch.warm.ranks\n"
+        "import labkit.launch.warm.fork\n"
     )
     done = subprocess.run([sys.executable, "-c", program], env=environment(None), capture_output=True, text=True)
     said = done.stderr.splitlines()[-1]

@@ -19,12 +19,14 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from labkit.common.files import create
 from labkit.launch.warm import client
-from labkit.launch.warm.fork import Child, Origin, has_gpu_open
 from labkit.probe import lifetime
+
+if TYPE_CHECKING:
+    from labkit.launch.warm.fork import Child, Origin  # it imports torch
 
 _IMPORTS = (
     "torch",
@@ -39,7 +41,7 @@ _IMPORTS = (
     "torch.utils.data",
     "labkit.launch.supervisor",
     "labkit.launch.watch",
-    "labkit.launch.warm.ranks",
+    "labkit.launch.warm.fork",
     "labkit.probe.__main__",
     "labkit.probe.runner",
     "labkit.probe.hooks",
@@ -133,7 +135,7 @@ class Server:
         """Forks a supervisor. The files are its arguments, its standard input, its log, the pipe of its watchdog, and
         the run's standard input, if any.
         """
-        from labkit.launch.warm.ranks import fork_supervisor
+        from labkit.launch.warm.fork import fork_supervisor
 
         how = self._agreed(connection, files)
         self._runs += 1
@@ -141,7 +143,7 @@ class Server:
 
     def _trace(self, connection: socket.socket, files: list[int]) -> Child:
         """Forks a process that traces scripts. The files are its arguments and its standard streams."""
-        from labkit.launch.warm.ranks import fork_tracer
+        from labkit.launch.warm.fork import fork_tracer
 
         return fork_tracer(self._origin, self._agreed(connection, files)["environment"], *files[1:])
 
@@ -194,6 +196,8 @@ def main(idle: str, wanted_by: str) -> None:
     own = client.facts(os.environ)  # before the imports change the environment
     for name in _IMPORTS:
         importlib.import_module(name)
+    from labkit.launch.warm.fork import Origin, has_gpu_open
+
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
         _refuse(f"it must have one thread, but its imports started {threads - 1} more")
