@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.syntax import Syntax
 
 from labkit.cli.parser import options_of
-from labkit.cli.shared import WIDE, Refused, console, file_to_write, find, refusing, say
+from labkit.cli.shared import WIDE, Refused, console, file_to_write, find, refusing, refusing_files, say
 from labkit.common.files import write_atomically
 from labkit.course import glossary as terms
 from labkit.frontends.console import Console
@@ -101,15 +101,10 @@ def explain(args: argparse.Namespace) -> int:
     from labkit.analysis.foreign.reading import watched
     from labkit.api import explain as explained
 
-    with Progress() as progress:
+    with Progress() as progress, refusing(ValueError, code=1), refusing_files("written", code=1):
         progress.step("reading the files")
-        try:
-            with watched(lambda path, share: progress.detail(f"{path.name}: {share:.0%}")):
-                found = explained(*args.paths, keep=args.keep)
-        except ValueError as error:
-            raise Refused(str(error), code=1) from None
-        except OSError as error:
-            raise Refused(f"{error.filename} cannot be written: {error.strerror}", code=1) from None
+        with watched(lambda path, share: progress.detail(f"{path.name}: {share:.0%}")):
+            found = explained(*args.paths, keep=args.keep)
     if args.json:
         print(json.dumps(found.to_json()))
     else:
@@ -190,13 +185,10 @@ def handout(args: argparse.Namespace) -> int:
     if not (args.all or args.name):
         raise Refused("nothing to write was given; name a lab (labs/NAME.py) or a run, or use --all")
     try:
-        pages, failed = _pages(args)
+        with refusing(LabError, code=1), refusing_files("written", args.output):
+            pages, failed = _pages(args)
     except RunError as error:
         raise Refused(str(error), code=2 if error.unfinished else 1) from None
-    except LabError as error:
-        raise Refused(str(error), code=1) from None
-    except OSError as error:
-        raise Refused(f"{error.filename or args.output} cannot be written: {error.strerror}") from None
     for page in pages:
         say(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")
     if failed:

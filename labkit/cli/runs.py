@@ -17,7 +17,18 @@ from typing import Any
 from labkit import jobs
 from labkit.analysis.summary import recorded_summary, summarise, summary_or_reason
 from labkit.cli.parser import fields_of
-from labkit.cli.shared import WIDE, Refused, console, file_to_write, find, find_followed, interrupts, refusing, say
+from labkit.cli.shared import (
+    WIDE,
+    Refused,
+    console,
+    file_to_write,
+    find,
+    find_followed,
+    interrupts,
+    refusing,
+    refusing_files,
+    say,
+)
 from labkit.common.arguments import shown
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import counted, size
@@ -356,15 +367,9 @@ def submit(args: argparse.Namespace) -> int:
         raise Refused(f"--engine must be one of {', '.join(ENGINES)}, got {shown(args.engine)}")
     if args.output and args.engine not in FILES:
         raise Refused(f"-o {args.output} has no effect with --engine {args.engine}, which writes to the run folder")
-    try:
-        placed = {"engine": args.engine, "nodes": args.nodes, "profile_name": args.profile, "output": args.output}
+    placed = {"engine": args.engine, "nodes": args.nodes, "profile_name": args.profile, "output": args.output}
+    with refusing(ConfigError), refusing(LaunchError, code=1), refusing_files("written", code=1):
         found = submitted(args.specs[0], **placed)
-    except ConfigError as error:
-        raise Refused(str(error)) from None
-    except LaunchError as error:
-        raise Refused(str(error), code=1) from None
-    except OSError as error:
-        raise Refused(f"{error.filename} cannot be written: {error.strerror}", code=1) from None
     if isinstance(found, Path):
         if args.json:
             print(json.dumps({"file": str(found)}))
@@ -400,12 +405,8 @@ def pack(args: argparse.Namespace) -> int:
 def unpack(args: argparse.Namespace) -> int:
     path = Path(args.name)
     folder = Path(args.output or path.stem)
-    try:
+    with refusing(packed.BadArchive, code=1), refusing_files("used", path, code=1):
         names = packed.unpack(path, folder)
-    except packed.BadArchive as error:
-        raise Refused(str(error), code=1) from None
-    except OSError as error:
-        raise Refused(f"{error.filename or path} cannot be used: {error.strerror}", code=1) from None
     say(f"{folder}: {counted(len(names), 'file')}; read README.md, and look at the script before you run it")
     return 0
 
@@ -415,12 +416,8 @@ def gather(args: argparse.Namespace) -> int:
     from labkit.runs.gathering import GatherError
     from labkit.runs.gathering import gather as gathered
 
-    try:
+    with refusing(GatherError, code=1), refusing_files("copied", code=1):
         whole = gathered([find(name) for name in args.names], Path(args.output))
-    except GatherError as error:
-        raise Refused(str(error), code=1) from None
-    except OSError as error:
-        raise Refused(f"{error.filename} cannot be copied: {error.strerror}", code=1) from None
     say(f"{whole.path}: {counted(len(whole.event_files()), 'rank')}; display it with: labkit show {whole.path}")
     return 0
 

@@ -35,6 +35,16 @@ def refusing(*errors: type[Exception], code: int = 2) -> Iterator[None]:
         raise Refused(error.args[0] if isinstance(error, LookupError) else str(error), code) from None
 
 
+@contextmanager
+def refusing_files(verb: str, otherwise: object = "", code: int = 2) -> Iterator[None]:
+    """Within this context, an error of the file system is a refusal that names the file, or else `otherwise`, and says
+    what it cannot be: `written`, `copied`."""
+    try:
+        yield
+    except OSError as error:
+        raise Refused(f"{error.filename or otherwise} cannot be {verb}: {error.strerror}", code) from None
+
+
 def file_to_write(given: str | None, default: str) -> Path:
     """The file of -o, or the default."""
     path = Path(given or default)

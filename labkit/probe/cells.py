@@ -218,8 +218,7 @@ class Cells:
         if up is None:
             self._raised.clear()  # and with it what its variables hold
         self._reports.clear()
-        self._pictures.clear()
-        self._places.clear()
+        self._clears()
         linecache.cache[name] = len(code), None, code.splitlines(keepends=True), name
         if self._steps:
             self._steps.cell_begins()

@@ -98,8 +98,7 @@ class SpecFields(Recorded):
 
     @classmethod
     def of(cls, spec: Spec) -> SpecFields:
-        fields: SpecFields = decoded(spec.to_json(), cls)
-        return fields
+        return decoded(spec.to_json(), cls)
 
     def to_spec(self) -> Spec:
         """The Spec, see `Spec.from_json`. Raises `SpecError`."""
@@ -558,6 +557,7 @@ _LIMITS = {  # the largest size of each file in bytes
     "imported.json": 16 << 20,
 }
 _Document = TypeVar("_Document", bound=Recorded)
+_Kind = TypeVar("_Kind")
 
 
 class Unreadable(LookupError):
@@ -583,13 +583,12 @@ def read_document(path: Path, kind: type[_Document]) -> _Document | None:
     except ValueError as error:
         raise Unreadable(path.parent.name, f"{path.name} is not JSON: {error}") from None
     try:
-        document: _Document = decoded(value, kind)
-        return document
+        return decoded(value, kind)
     except ValueError as error:
         raise Unreadable(path.parent.name, f"{path.name}: {error}") from None
 
 
-def decoded(value: Any, kind: Any) -> Any:
+def decoded(value: Any, kind: type[_Kind]) -> _Kind:
     """A parsed JSON value as a value of type `kind`. Raises `ValueError`, one clause: the field, what it must be, and
     what it is."""
     try:
