@@ -155,7 +155,7 @@ class Looks:
         sums = self._sums([tensor for _, tensor in found])
         if sums is not None:
             names = [name for name, _ in found]
-            self._soon(sums, lambda rows: self._journal.write("wrapped", names=names, sums=rows))
+            self._soon([sums], lambda rows: self._journal.write("wrapped", names=names, sums=rows))
 
     def _timed(self, function: Callable[..., Any], *args: Any) -> None:
         """Calls a part of a look and adds its time to what looks have taken."""
@@ -312,7 +312,7 @@ class Looks:
         if sums is not None:
             step, self._between = self._watch.finished, self._between - 1
             sent = sum(call["bytes"] for call in self._recorder.since(self._ended) or ())
-            self._soon(sums, lambda rows: self._journal.write("between", step=step, sums=rows, bytes=sent))
+            self._soon([sums], lambda rows: self._journal.write("between", step=step, sums=rows, bytes=sent))
 
     def _remember_random(self) -> None:
         self._drawn = self._random_states()
@@ -470,31 +470,27 @@ class Looks:
             return
         norm = [self._norm] if self._norm is not None and in_step and self._norm.device == sums.device else []
         left = [sums_left for sums_left in self._left if in_step and sums_left.device == sums.device]
-        values = [sums, *(clipped or ()), *norm, *left]
-        lengths = [len(row) for row in values]
 
-        def arrived(rows: list[Any]) -> None:
-            rows_left = len(rows) - sum(map(len, left))
-            if not all(absolute for _, absolute in rows[rows_left:]):
-                fields["kept"] = False
-            if norm:
-                fields["norm"] = rows[rows_left - 1]
+        def arrived(rows: list[Any], *more: list[Any]) -> None:
             if clipped:
-                before = rows[lengths[0] : lengths[0] + lengths[1]]
-                used = rows[lengths[0] + lengths[1] : sum(lengths[:3])]
+                before, used, *more = more
                 fields["clipped"], fields["used"] = _factor(before, used), [sum(column) for column in zip(*used)]
                 fields["gone"] = fields["clipped"] == 0
-            self._journal.write(
-                "look", **{name: value for name, value in fields.items() if value}, step=step, sums=rows[: lengths[0]]
-            )
+            if norm:
+                (fields["norm"],), *more = more
+            if not all(absolute for rows_left in more for _, absolute in rows_left):
+                fields["kept"] = False
+            known = {name: value for name, value in fields.items() if value}
+            self._journal.write("look", **known, step=step, sums=rows)
 
-        self._soon(torch.cat(values), arrived)
+        self._soon([sums, *(clipped or ()), *norm, *left], arrived)
 
-    def _soon(self, values: torch.Tensor, arrived: Callable[[list[Any]], None]) -> None:
-        if values.is_cuda:
-            self._late.add([values], lambda copies: arrived(copies[0].tolist()))
+    def _soon(self, values: Sequence[torch.Tensor], arrived: Callable[..., None]) -> None:
+        """Calls `arrived` with each of the values as lists, when they are on the host."""
+        if any(value.is_cuda for value in values):
+            self._late.add(values, lambda copies: arrived(*(copy.tolist() for copy in copies)))
         else:
-            arrived(values.tolist())
+            arrived(*(value.tolist() for value in values))
 
     # ---- what is looked at
 
