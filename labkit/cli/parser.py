@@ -306,7 +306,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     ):
         _add_number(bench, name, bounds, help)
     bench.add_argument("--results", metavar="FILE", help="JSON lines to append to; training_kills continues them")
-    bench.add_argument("--save", action="store_true", help="keep the figures, and write them into MEASUREMENTS.md")
+    _add_switch(bench, "--save", "keep the figures, and write them into MEASUREMENTS.md")
     return parser, commands.names
 
 

@@ -18,6 +18,7 @@ import psutil
 from msgspec.structs import replace
 
 from labkit.common.processes import here, is_same, is_supervisor, living, names, tag_of
+from labkit.common.units import counted
 from labkit.record.documents import Guesses, Imported, Plan, SpecFields, Status, Who
 from labkit.record.events import Event, Recorded, Start
 from labkit.record.folder import RunFolder
@@ -411,11 +412,11 @@ def recorded_words(folder: RunFolder) -> str:
     """When and where a run was recorded: `recorded on 20 November 2026, 23:42, on 2 CPU ranks of teacher-laptop`."""
     spec, started = folder.read_spec(), folder.read_status().started
     begun = [start for path in folder.event_files().values() for start in _starts(folder, path)[:1]]
-    when = time.strftime("%d %B %Y, %H:%M", time.localtime(started)).lstrip("0") if started else "an unknown day"
+    when = _in_words(started) if started else "an unknown day"
     names = [start.device_name or "GPU" for start in begun if start.device.startswith("cuda")]
     number = spec.nproc or len(begun)
-    counted = " + ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-    where = counted or f"{number} CPU rank{'' if number == 1 else 's'}"
+    gpus = " + ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+    where = gpus or counted(number, "CPU rank")
     hosts = dict.fromkeys(start.host for start in begun if start.host)
     said = f"recorded on {when}, on {where}" + (f" of {', '.join(hosts)}" if hosts else "")
     return said if folder.read_imported() is None else said.replace("recorded", "imported; ran", 1)
