@@ -147,7 +147,8 @@ class LateCopies:
             return
         while self._waiting and (wait or self._waiting[0][0].query()):
             over, copies, arrived = self._waiting.pop(0)
-            over.synchronize()
+            if wait:
+                over.synchronize()
             arrived(copies)
 
 
