@@ -69,10 +69,7 @@ class StepFile:
 
     @property
     def size(self) -> int:
-        try:
-            return self.path.stat().st_size
-        except OSError:
-            return 0
+        return _size(self.path)
 
     def whole(self) -> int:
         try:
@@ -129,6 +126,14 @@ class StepFile:
                 raise ValueError(f"there is no header in its first {_MOST_HEADER} bytes")
         except ValueError as error:
             self.unreadable = str(error)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _header(line: bytes) -> tuple[int, numpy.dtype]:
@@ -519,10 +524,7 @@ class Reader:
     @property
     def size(self) -> int:
         """The current size of both files in bytes."""
-        try:
-            return self.path.stat().st_size + self._steps.size
-        except OSError:
-            return self._steps.size
+        return _size(self.path) + self._steps.size
 
     def _new_lines(self, limit: int) -> Iterator[Event]:
         self._at_end = True
