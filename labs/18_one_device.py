@@ -97,7 +97,7 @@ n = 4096
 points = {"sum": [1 / 12, n**2 / timed["sum"][0]]}  # per number: one FLOP, 8 bytes read, 4 bytes written
 for k, took in zip(timed["columns"][0], timed["products"][0]):
     flops, moved = 2 * n * n * k, 4 * (n * n + 2 * n * k)
-    points[f"{k} column{'s' * (k > 1)}"] = [flops / moved, flops / took]
+    points[f"{k} columns" if k > 1 else "1 column"] = [flops / moved, flops / took]
 peak = max(reached for _, reached in points.values())
 bandwidth = max(reached / intensity for intensity, reached in points.values())
 print(f"peak {peak / 1e9:,.0f} GFLOP/s, bandwidth {bandwidth / 1e9:.1f} GB/s: the best of these points")

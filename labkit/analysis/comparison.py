@@ -280,7 +280,7 @@ def sentences(found: Sequence[Row], left_out: Mapping[str, str]) -> list[str]:
     lines += [f"{row.title}: {row.bound} of each step, the longest phase." for row in found if row.bound and row.over]
     lines += dict.fromkeys(f"{row.mfu_missing}." for row in found if row.over and row.mfu_missing)
     lines += [f"{STRATEGIES[name].title} is left out: {reason}." for name, reason in left_out.items()]
-    return lines + [RECORDED_NOTE] * bool(recorded_elsewhere(found))
+    return lines + ([RECORDED_NOTE] if recorded_elsewhere(found) else [])
 
 
 def guess_sentence(row: Row) -> str:

@@ -54,7 +54,8 @@ def advise(args: argparse.Namespace) -> int:
     except OSError as error:
         raise Refused(f"--check: {args.check} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise Refused(f"{'--' * (str(error).partition(' ')[0].rstrip(':') in _ASKED)}{error}") from None
+        names_an_option = str(error).partition(" ")[0].rstrip(":") in _ASKED
+        raise Refused(f"--{error}" if names_an_option else str(error)) from None
     if args.scaling:
         found = found.scaling()
     if args.json:

@@ -218,7 +218,7 @@ class Advised(Tables):
         asked = self.advice.training
         fits = self.advice.ranked[:ROWS]
         rows: list[tuple[Layout, float | None, Memory]] = []
-        rows += [(one.layout, one.tokens_per_second_per_gpu, one.memory) for one in fits]
+        rows += [(fit.layout, fit.tokens_per_second_per_gpu, fit.memory) for fit in fits]
         rows += [(misfit.layout, None, misfit.memory) for misfit in self._misfits]
         return [
             evidence_cells(layout.title, rate, needs.total, evidence(asked, layout, 1)[0])

@@ -79,7 +79,7 @@ class Atlas(Tables):
     def sentences(self) -> list[str]:
         """The number of runs that are not shown, and what is known about all of them."""
         hidden = len(self.runs) - self.limit
-        return [f"{counted(hidden, 'more run')}."] * (hidden > 0) + self._known
+        return ([f"{counted(hidden, 'more run')}."] if hidden > 0 else []) + self._known
 
     @property
     def _known(self) -> list[str]:
@@ -208,7 +208,7 @@ def evidence_cells(title: str, rate: float | None, needs: float, found: Evidence
     """The cells below `EVIDENCE_HEADS` for the modelled figures of a layout: tokens per second and GPU (None if it does
     not fit) and bytes. If the nearest run is far away, they say that none is near."""
     run, more = found.run, len(found.differences) - _MENTIONED
-    differences = ", ".join(found.differences[:_MENTIONED]) + f" and {more} more" * (more > 0)
+    differences = ", ".join(found.differences[:_MENTIONED]) + (f" and {more} more" if more > 0 else "")
     measured = (measured_speed(run), measured_memory(run)) if found.near else ("none near", "none near")
     return (
         title,
@@ -216,7 +216,7 @@ def evidence_cells(title: str, rate: float | None, needs: float, found: Evidence
         measured[0],
         size(needs),
         measured[1],
-        f"{run.title}, {found.distance:.1f}" + f": {differences}" * bool(differences),
+        f"{run.title}, {found.distance:.1f}" + (f": {differences}" if differences else ""),
     )
 
 
@@ -391,7 +391,7 @@ def _hover(run: Published) -> str:
     lines = (
         f"{model} on {training.devices:,} × {training.accelerator.name}",
         f"{layout.title}: {counted(layout.micro_batches, 'micro-batch', 'es')} × {layout.micro_batch}"
-        + f", {layout.recompute} recomputation" * (layout.recompute != "none"),
+        + (f", {layout.recompute} recomputation" if layout.recompute != "none" else ""),
         f"measured: {measured_speed(run)} tokens/s per GPU, {measured_memory(run)}"
         if not failed(run)
         else "ran out of memory or crashed",

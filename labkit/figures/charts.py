@@ -441,18 +441,18 @@ def predicted_steps(state: RunState) -> dict[int, Timeline]:
     if plan is None:
         return {}
     timelines = predicted_timelines(plan)
-    return {one.rank: as_profiled(timelines[one.rank]) for one in _few_of(plan) if one.rank in timelines}
+    return {rank.rank: as_profiled(timelines[rank.rank]) for rank in _few_of(plan) if rank.rank in timelines}
 
 
 def _few_of(plan: Plan) -> list[PredictedRank]:
     """The predicted ranks; of many, only one of each group of equal ranks."""
-    return [one for one in plan.ranks if len(plan.ranks) <= _FEW_RANKS or one.rank == one.like]
+    return [rank for rank in plan.ranks if len(plan.ranks) <= _FEW_RANKS or rank.rank == rank.like]
 
 
 def _predicted(state: RunState) -> dict[int, Owners]:
     """The predicted bytes at the peak, by rank; of many ranks, only one of each group of equal ranks."""
     few = _few_of(state.prediction) if state.prediction else []
-    return {one.rank: one.at_peak for one in few if one.at_peak}
+    return {rank.rank: rank.at_peak for rank in few if rank.at_peak}
 
 
 def memory_of_step(state: RunState, rank: int | None = None) -> Chart:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from labkit.common.files import open_regular
 from labkit.common.units import counted
 from labkit.setup.limits import user_name
 
@@ -188,12 +189,18 @@ def _living(place: Path, own: int = 0) -> Iterable[Ticket]:
 
 
 def _is_free(path: Path) -> bool:
-    lock = FileLock(path, mode=_SHARED, timeout=0)
+    """Whether no process holds a lock. filelock does not open those of other users in a folder with the sticky bit."""
     try:
-        lock.acquire()
+        with open_regular(path) as file:
+            if os.name == "posix":
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            else:
+                with FileLock(path, timeout=0):
+                    pass
     except (Timeout, OSError):
         return False
-    lock.release()
     return True
 
 

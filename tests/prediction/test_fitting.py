@@ -26,7 +26,7 @@ def plan_of(spec: Spec, peak: float | None) -> Plan:
     if spec.device == "cuda":
         part["estimates"] = [{"name": "context", "low": GIB, "high": 3 * GIB, "source": "a book"}]
     ranks = [{**rank, "rank": number, "comm_bytes_per_step": 0} for number in (0, 1)]
-    classes = [part] * (peak is not None)
+    classes = [part] if peak is not None else []
     return decoded({"spec": spec.to_json(), "method": "simulated", "ranks": ranks, "classes": classes}, Plan)
 
 

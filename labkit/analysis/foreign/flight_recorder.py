@@ -583,7 +583,7 @@ def explain(dumps: Sequence[Dump]) -> Page:
     members = sorted({rank for group in found for rank in group.members})
     version = next(iter(by_rank.values())).version
     title = f"{counted(len(by_rank), 'dump')} of the flight recorder · {_ranks_in_words([*by_rank], [*by_rank])}"
-    title += f" of {len(members)}" * (len(members) > len(by_rank))
+    title += f" of {len(members)}" if len(members) > len(by_rank) else ""
     tables = [_group_table(found, problems), _rank_table(by_rank, problems)]
     return Page(
         title=f"{title} · version {version or 'unknown'}",
@@ -637,7 +637,7 @@ def _timed(entry: Entry, dump: Dump, rank: int, first: int, seconds: float) -> C
     message = _MESSAGE.fullmatch(entry.op) if entry.p2p else None
     if message:
         other = int(message[3])
-        members = [members[other]] if other < len(members) else [other] * (other < RANKS)
+        members = [members[other]] if other < len(members) else ([other] if other < RANKS else [])
     start = (entry.created - first) * 1e-9
     ended = (entry.ended - first) * 1e-9 if entry.ended >= entry.created else start
     return Call(

@@ -472,11 +472,11 @@ class _Reader:
         log = self._log
         of_kernel = "NVRM" in text or "oom" in text or "f memory: Kill" in text
         if of_kernel and (XID.search(text) or KILLED_BY_KERNEL.search(text)):
-            log.kernel += [shorter(text)] * (len(log.kernel) < MOST_EVENTS)
+            log.kernel += [shorter(text)] if len(log.kernel) < MOST_EVENTS else []
         elif ("srun" in text or "slurm" in text or "oom" in text) and _IN_SLURM.search(text):
-            log.slurm += [shorter(text)] * (len(log.slurm) < MOST_EVENTS)
+            log.slurm += [shorter(text)] if len(log.slurm) < MOST_EVENTS else []
         elif ("xit " in text or "Reason" in text or "memory" in text or "od" in text) and _IN_KUBERNETES.search(text):
-            log.kubernetes += [shorter(text)] * (len(log.kubernetes) < MOST_EVENTS)
+            log.kubernetes += [shorter(text)] if len(log.kubernetes) < MOST_EVENTS else []
 
     def _speaker(self, text: str) -> tuple[Speaker | None, str, str]:
         """Who wrote a line, the line without its prefixes, and its time as it stands there."""

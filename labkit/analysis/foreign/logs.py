@@ -613,15 +613,15 @@ _HARDWARE = {  # numbers of Xid (docs.nvidia.com/deploy/xid-errors); others repo
 
 def _failed_gpus(job: Job) -> Iterator[Finding]:
     """The first GPU that failed."""
-    said = [found for line in job.kernel if (found := XID.search(line)) and int(found["code"]) in _HARDWARE]
-    if not said:
+    errors = [error for line in job.kernel if (error := XID.search(line)) and int(error["code"]) in _HARDWARE]
+    if not errors:
         return
-    first, gpus = said[0], {found["gpu"] for found in said}
+    first, gpus = errors[0], {error["gpu"] for error in errors}
     yield Finding(
         "gpu_fault",
         f"the GPU {shorter(first['gpu'], 30)} failed: {_HARDWARE[int(first['code'])]} (Xid {first['code']})"
         + (f"; {len(gpus) - 1} more reported errors" if len(gpus) > 1 else ""),
-        shorter("; ".join(found[0] for found in said[:4])),
+        shorter("; ".join(error[0] for error in errors[:4])),
         "a defect of the GPU, its memory, its link or its power supply, not of the script",
         "leave the node out (Slurm: --exclude), resume from the last checkpoint, and tell the administrators its name"
         " and the Xid; `nvidia-smi -q -d ECC,ROW_REMAPPER` and `nvidia-smi nvlink -e` show more",

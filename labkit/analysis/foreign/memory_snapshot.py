@@ -103,7 +103,11 @@ def _full(unit: Unit, oom: OutOfMemory) -> Finding:
         title=f"{unit.name} ran out of memory ({oom.line}): {size(oom.requested)} requested,"
         f" {size(oom.device_free)} free on the device",
         evidence=f"{size(moment.active)} in use of {size(moment.reserved)} reserved: {_lines(moment.held)}"
-        + (f"; {counted(unit.device.oom_count, 'failed request')}, this was the last" * (unit.device.oom_count > 1)),
+        + (
+            f"; {counted(unit.device.oom_count, 'failed request')}, this was the last"
+            if unit.device.oom_count > 1
+            else ""
+        ),
         cause=cause,
         fix=fix,
         ranks=unit.ranks,

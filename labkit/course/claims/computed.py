@@ -570,7 +570,7 @@ def summed_gradients(seen: dict[str, Any]) -> Ruling:
 def wrap_by_size(seen: dict[str, Any]) -> Ruling:
     """The units that the policy by size makes of the CNN."""
     counts = {int(smallest): count for smallest, count in seen["units"].items()}
-    words = ", ".join(f"{smallest:,} makes {count} unit{'s' * (count > 1)}" for smallest, count in counts.items())
+    words = ", ".join(f"{smallest:,} makes {counted(count, 'unit')}" for smallest, count in counts.items())
     return Ruling(
         HOLDS if counts[1_000_000] > 1 else FAILS,
         f"Run here: min_num_params={words} of the CNN with 405,898 parameters. A single unit is gathered as a whole"

@@ -38,7 +38,7 @@ def zero_bubble(rank: int, ranks: int, micro_batches: int) -> Passes:
     down, up = 2 * (ranks - rank) - 1, ranks - rank  # forwards that fill the pipeline, in each direction
     done = [("F", 0)] * down + [("F", 1), ("F", 0)] * rank + [("F", 1), ("B", 1), ("W", 1)] * up
     for k in range(count - ranks):
-        done += [("F", 0)] * (k < count - down - rank)
+        done += [("F", 0)] if k < count - down - rank else []
         done += [("B", 0), ("W", 0), ("F", 1), ("B", 1), ("W", 1)]
     done += [("B", 0), ("B", 1)] * rank + [("B", 0), ("W", 0)] * up
     return done + [("W", 1)] * rank + [("W", 0)] * rank
@@ -244,7 +244,7 @@ def needs(kind: str, stage: int, number: int, stages: int) -> list[tuple[str, in
         return [("F", stage - 1, number)] if stage else []
     if kind == "W":
         return [("B", stage, number)]
-    return [("F", stage, number), *[("B", stage + 1, number)] * (stage + 1 < stages)]
+    return [("F", stage, number), *([("B", stage + 1, number)] if stage + 1 < stages else [])]
 
 
 @checked

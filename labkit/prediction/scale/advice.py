@@ -398,7 +398,7 @@ class Misfit:
         )
         for name, before, after in degrees:
             if before != after:
-                changed = f"{name} {after}" + f" instead of {before}" * (before > 1)
+                changed = f"{name} {after}" + (f" instead of {before}" if before > 1 else "")
                 words.append(changed if after > 1 else f"no {name}")
         return ", ".join(words) or other.title
 

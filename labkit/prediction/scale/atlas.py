@@ -519,7 +519,7 @@ def _narrowed(
     found = tuple(filter(condition, runs))
     if not found:
         there = sorted({value(run) for run in runs})
-        more = f" and {len(there) - _LISTED} more" * (len(there) > _LISTED)
+        more = f" and {len(there) - _LISTED} more" if len(there) > _LISTED else ""
         listed = ", ".join(map(str, there[:_LISTED]))
         raise LookupError(f"no published run has the {name} {shown(wanted)}; there are {listed}{more}")
     return found
@@ -734,7 +734,7 @@ def _in_words(differences: Sequence[Difference]) -> tuple[str, ...]:
 def _words(name: str, there: Any, here: Any) -> str:
     """`TP 4 instead of 2`, `128 instead of 64 GPUs`, `ZeRO-1 instead of DDP`."""
     if isinstance(there, str):
-        return f"{there} instead of {here}" + f" {name}" * (name in ("attention", "recomputation"))
+        return f"{there} instead of {here}" + (f" {name}" if name in ("attention", "recomputation") else "")
     if name.isupper():
         return f"{name} {there} instead of {here}"
     shown_as = parameters_in_words if name == "parameters" else "{:,}".format

@@ -430,7 +430,9 @@ class Layout:
 
     @cached_property
     def _parts(self) -> list[tuple[str, str]]:
-        degree = f" {self.replicas}×{self.shards}" if self.sharding.across else f" {self.data}" * (self.data > 1)
+        degree = f" {self.data}" if self.data > 1 else ""
+        if self.sharding.across:
+            degree = f" {self.replicas}×{self.shards}"
         parts = [(self.sharding.title, degree)] if self.synced > 1 else []
         others = (("TP", self.tensor), ("PP", self.pipeline), ("CP", self.context))
         return parts + [(name, f" {degree}") for name, degree in others if degree > 1]

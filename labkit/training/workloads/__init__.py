@@ -162,7 +162,7 @@ _CHANNELS = (64, *(go for _, go, _ in _RESNET18))  # after the stem and after ea
 def resnet18_blocks(options: Mapping[str, Any]) -> tuple[Module, ...]:
     blocks = []
     for come, go in pairwise(_CHANNELS):
-        shortcut = [Module(inside=(convolution(come, go, 1), norm(go)))] * (come != go)
+        shortcut = [Module(inside=(convolution(come, go, 1), norm(go)))] if come != go else []
         blocks.append(Module(inside=(convolution(come, go, 3), norm(go), convolution(go, go, 3), norm(go), *shortcut)))
     return Module(inside=(convolution(3, 64, 3), norm(64))), *blocks, Module(inside=(linear(512, 10),))
 

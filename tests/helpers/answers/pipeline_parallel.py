@@ -9,7 +9,7 @@ def order(stage, stages, micro_batches):
     warm = min(micro_batches, stages - 1 - stage)
     done = [f"F{number}" for number in range(warm)]
     for number in range(micro_batches):
-        done += [f"F{warm + number}"] * (warm + number < micro_batches) + [f"B{number}"]
+        done += ([f"F{warm + number}"] if warm + number < micro_batches else []) + [f"B{number}"]
     return done
 
 
