@@ -19,6 +19,6 @@ is an `if FAULT …` in the base, decided during generation.
 `training/strategies/README.md` has the contract between base and strategy. `training/strategies/checkpoints.py` saves
 and resumes a whole model, `training/strategies/sharded.py` the shards of every rank; each reads what the other saves.
 `training/workloads/draw_digits.py` is a program of its own: the lab runs it once, before the first run that needs its
-file (`plan/settling.py`), and a packed job takes it along.
+file (`launch/job.py`), and a packed job takes it along.
 `plan/checkpoints.py` finds and verifies the checkpoint that a Spec resumes from, before the launch and without torch.
 """

@@ -135,7 +135,6 @@ def of_a_sample(path: str, source: str, sample: Any) -> int:
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}  # of others: fp32
 _LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
-_MESSAGES = ("send", "recv")
 
 Addressed = list[tuple[int, torch.Tensor]]  # tensors with the addresses of their storages
 Started = tuple[str, int, tuple[int, ...]]  # operation, bytes, and the ranks of the group or the other end
