@@ -89,6 +89,7 @@ def steps(numbers: Iterable[int]) -> str:
 
 
 REMOTE = "NCCL error: remote process exited or there was a network error, NCCL version 2.21.5"
+ABORTED = "terminate called without an active exception\n"
 SIGABRT = "Signal 6 (SIGABRT) received by PID 12"
 SENT = (
     "W0823 16:54:02.337000 139 torch/distributed/elastic/agent/server/api.py:688] Received Signals.SIGTERM death"
@@ -181,6 +182,27 @@ ENDINGS = {
         "Fatal Python error: Segmentation fault\n" + FAILED.format(code=-11, local=1),
         [("crashed", (1,))],
         "rank 1 crashed: Segmentation fault",
+    ),
+    "aborted at exit": (
+        steps((1, 2)) + ABORTED + FAILED.format(code=-6, local=1) + summary(1, -6, SIGABRT),
+        [("aborted_at_exit", (1,))],
+        "rank 1: the process was aborted, most often by torch after a training that was complete",
+    ),
+    "aborted at exit, with its stack": (
+        ABORTED + "Fatal Python error: Aborted\n\nThread 0x00007faf3102eb80 (most recent call first):\n"
+        "  <no Python frame>\n" + summary(1, -6, SIGABRT),
+        [("aborted_at_exit", (1,))],
+        "rank 1: the process was aborted, most often by torch after a training that was complete",
+    ),
+    "aborted after an error": (
+        of_rank(1, "KeyError: 1") + ABORTED + summary(1, -6, SIGABRT),
+        [("first_failure", (1,))],
+        "rank 1 failed first: KeyError: 1 (a.py:10 in go)",
+    ),
+    "aborted beside a rank that failed": (
+        of_rank(0, "KeyError: 1") + ABORTED + summary(0, 1) + FAILED.format(code=-6, local=1),
+        [("first_failure", (0,))],
+        "rank 0 failed first: KeyError: 1 (a.py:10 in go); 1 other failed afterwards",
     ),
     "UCX": (
         "[exp-worker-0:2121 :0:7025] Caught signal 7 (Bus error: nonexistent physical address)\n"

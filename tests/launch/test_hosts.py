@@ -29,13 +29,18 @@ dist.destroy_process_group()
 pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=f"no two hosts: {hosts.missing()}")
 
 
-@pytest.mark.parametrize("number", ["2", pytest.param("1:2", marks=pytest.mark.slow)])  # torchrun waits for 20 s
-def test_two_hosts_train_as_one_machine_lose_each_other_and_meet_again(runs, shared_run, tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "hang_after"),
+    # an elastic run waits as long for its second host, before it begins alone
+    [("2", "3"), pytest.param("1:2", "20", marks=pytest.mark.slow)],
+)
+def test_two_hosts_train_as_one_machine_lose_each_other_and_meet_again(runs, shared_run, tmp_path, number, hang_after):
     """No host can resolve the name of the other one. While the cable is out, both name the other host; an elastic run
     continues on the first one alone. When the cable is in again, both continue together."""
     alone = [("met", ["lab-host1"])] if number == "1:2" else []
     script = script_of_all(tmp_path, _ENDLESS.format(folder=tmp_path))
-    own = ("--nproc", "2", "--device", "cpu", "--hang-after", "3", "--max-restarts", "3", "--nodes", number)
+    own = ("--nproc", "2", "--device", "cpu", "--max-restarts", "3")
+    own += ("--hang-after", hang_after, "--nodes", number)
     with two_hosts() as two:
         meeting = ("--rdzv-endpoint", f"{two[0].address}:29500")
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
@@ -52,7 +57,7 @@ def test_two_hosts_train_as_one_machine_lose_each_other_and_meet_again(runs, sha
         for run, other, rank in ((first, two[1], 1), (second, two[0], 0)):
             finding = next(one for one in run.findings() if one.name == "cut_off")
             assert finding.title == f"rank {rank} on {other.name} did not answer"
-            assert finding.evidence == f"the node of rank {1 - rank} had no answer for 3 s"
+            assert finding.evidence == f"the node of rank {1 - rank} had no answer for {hang_after} s"
         assert first.state.world_size == 2 - len(alone)
         two[1].plug("up")
         wait_until(lambda: len(first.state.met) == 2 + len(alone))

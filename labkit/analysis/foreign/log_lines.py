@@ -78,7 +78,7 @@ _LAUNCHERS = {
 }  # a launcher reports the end of a rank
 _CRASH = re.compile(
     r"Fatal Python error: (?P<python>.+)|terminate called after throwing an instance of '(?P<thrown>[^']+)'"
-    r"|Caught signal \d+ \((?P<ucx>[^:)]+)"
+    r"|^(?P<unwound>terminate called without an active exception)|Caught signal \d+ \((?P<ucx>[^:)]+)"
     r"|^(?P<shell>Segmentation fault|Bus error|Illegal instruction|Aborted)(?: \(core dumped\))?\s*$"
 )
 SIGNALS = {

@@ -479,6 +479,14 @@ _ONLY_IN_LOGS = (  # errors that runs of the lab find by more than their message
         " or its data, and every rank calls it with the same shape and dtype",
     ),
     KnownError(
+        "aborted_at_exit",
+        r"^terminate called without an active exception",
+        "the process was aborted, most often by torch after a training that was complete",
+        "most often, Python shut down while a thread of gloo still freed a tensor of the last collective",
+        "look whether its last line is that of a training that has ended: then its results are whole, and a barrier at"
+        " the end of the script gives these threads time; otherwise run with `python -X faulthandler`",
+    ),
+    KnownError(
         "collective_timeout",
         r"Timed out waiting \d+ms for (?:send|recv) operation",
         "a collective of gloo reached its timeout",

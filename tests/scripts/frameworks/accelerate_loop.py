@@ -31,4 +31,5 @@ for _ in range(2):
     accelerator.log({"epoch_loss": mean, "a text": "left out"}, step=99)
     if accelerator.is_main_process:
         print(f"metric epoch_loss {mean!r}", flush=True)
+accelerator.wait_for_everyone()
 accelerator.end_training()
