@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from labkit.common.arguments import shown
 from labkit.common.files import write_atomically
@@ -30,8 +30,10 @@ from labkit.record.documents import (
 )
 from labkit.record.events import RANKS, Recorded
 from labkit.record.files import KEEP, LogTail, NotPlain, is_plain, names_below, open_below, read_below, search
-from labkit.record.reader import Reader
 from labkit.record.writer import steps_path
+
+if TYPE_CHECKING:
+    from labkit.record.reader import Reader
 
 STREAMS = ("stdout", "stderr")
 _TEXT = 4 << 20  # bytes of a script or a command
@@ -265,6 +267,8 @@ class RunFolder:
 
     def reader(self, path: Path) -> Reader:
         """A reader of an event file. Reading raises `Unreadable` if it is not a plain file."""
+        from labkit.record.reader import Reader  # numpy, which a supervisor needs only when torchrun has started
+
         return Reader(path, opened=self._events_file)
 
     def _events_file(self, path: Path) -> BinaryIO:

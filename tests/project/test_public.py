@@ -15,17 +15,27 @@ ROOT = Path(labkit.__file__).parent
 HEAVY = ("torch", "plotly", "ipywidgets", "IPython", "anywidget")
 
 
-def test_import_is_light():
+def imported(module: str) -> list[str]:
+    """The modules that a new process loads for this one."""
     code = (
-        "import sys, json; before = set(sys.modules); import labkit; print(json.dumps(sorted(set(sys.modules) -"
+        f"import sys, json; before = set(sys.modules); import {module}; print(json.dumps(sorted(set(sys.modules) -"
         " before)))"
     )
-    loaded = json.loads(
+    return json.loads(
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent).stdout
     )
+
+
+def test_import_is_light():
+    loaded = imported("labkit")
     assert "labkit" in loaded
     assert not {module.partition(".")[0] for module in loaded} & {*HEAVY, "numpy", "psutil", "rich", "jupyter_core"}
     assert [module for module in loaded if module.startswith("labkit")] == ["labkit"]
+
+
+def test_a_supervisor_starts_torchrun_before_it_imports_anything_heavy():
+    loaded = imported("labkit.launch.supervisor")
+    assert not {module.partition(".")[0] for module in loaded} & {*HEAVY, "numpy", "pynvml"}
 
 
 def test_public_names_are_exact():
