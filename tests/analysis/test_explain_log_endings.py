@@ -186,13 +186,13 @@ ENDINGS = {
     "aborted at exit": (
         steps((1, 2)) + ABORTED + FAILED.format(code=-6, local=1) + summary(1, -6, SIGABRT),
         [("aborted_at_exit", (1,))],
-        "rank 1: the process was aborted, most often by torch after a training that was complete",
+        "rank 1: the C++ runtime aborted the process, as can happen after a complete training",
     ),
     "aborted at exit, with its stack": (
         ABORTED + "Fatal Python error: Aborted\n\nThread 0x00007faf3102eb80 (most recent call first):\n"
         "  <no Python frame>\n" + summary(1, -6, SIGABRT),
         [("aborted_at_exit", (1,))],
-        "rank 1: the process was aborted, most often by torch after a training that was complete",
+        "rank 1: the C++ runtime aborted the process, as can happen after a complete training",
     ),
     "aborted after an error": (
         of_rank(1, "KeyError: 1") + ABORTED + summary(1, -6, SIGABRT),

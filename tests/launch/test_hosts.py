@@ -39,8 +39,7 @@ def test_two_hosts_train_as_one_machine_lose_each_other_and_meet_again(runs, sha
     continues on the first one alone. When the cable is in again, both continue together."""
     alone = [("met", ["lab-host1"])] if number == "1:2" else []
     script = script_of_all(tmp_path, _ENDLESS.format(folder=tmp_path))
-    own = ("--nproc", "2", "--device", "cpu", "--max-restarts", "3")
-    own += ("--hang-after", hang_after, "--nodes", number)
+    own = ("--nproc", "2", "--device", "cpu", "--hang-after", hang_after, "--max-restarts", "3", "--nodes", number)
     with two_hosts() as two:
         meeting = ("--rdzv-endpoint", f"{two[0].address}:29500")
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}

@@ -481,10 +481,11 @@ _ONLY_IN_LOGS = (  # errors that runs of the lab find by more than their message
     KnownError(
         "aborted_at_exit",
         r"^terminate called without an active exception",
-        "the process was aborted, most often by torch after a training that was complete",
-        "most often, Python shut down while a thread of gloo still freed a tensor of the last collective",
-        "look whether its last line is that of a training that has ended: then its results are whole, and a barrier at"
-        " the end of the script gives these threads time; otherwise run with `python -X faulthandler`",
+        "the C++ runtime aborted the process, as can happen after a complete training",
+        "if the training had ended: Python shut down while a thread of gloo still freed a tensor of the last"
+        " collective; if not: a thread of native code was destroyed or ended while it ran",
+        "look at the last line of this rank: if the training had ended, its results are whole, and a barrier at the end"
+        " of the script gives gloo's threads time; if not, run with `python -X faulthandler`",
     ),
     KnownError(
         "collective_timeout",
